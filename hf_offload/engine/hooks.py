@@ -194,28 +194,29 @@ class Engine:
         if torch._C._get_dispatch_mode(_TRACING) is not None or self._device.is_capturing():
             # A replay would neither move it nor wait for it.
             return self._keep(tensor)
-        with signals_deferred, self._handling.of(ACTIVATIONS):
-            return self._pack_activation(tensor)
+        return self._pack_activation(tensor)
 
+    @signals_deferred
     def _pack_activation(self, tensor: torch.Tensor) -> Handle:
-        if self.prefetch.tape.in_backward:
-            self._begin_tape()
-        begin, end = byte_span(tensor)
-        if end - begin < self._min_bytes:
-            return self._keep(tensor)  # an expanded tensor is smaller than it looks
-        storage = tensor.untyped_storage()
-        record = self._find(tensor, storage, begin, end)
-        if record is not None:
-            # Also where this unit is to keep what it saves: a second hold would pin what the first unit moves.
-            self.stats.step.deduplicated_bytes += tensor.nbytes
-        else:
-            keep = self._tier_of.get(self.unit, self._default_tier) is None
-            if (keep and self._keeping is None) or storage.data_ptr() % _STORAGE_ALIGNMENT:
-                return self._keep(tensor)
-            record = self._new_record(tensor, storage, begin, end, keep)
-            if self.observer is not None:
-                self.observer.packed(record)
-        return PackedView(record, tensor, begin - record.start)
+        with self._handling.of(ACTIVATIONS):
+            if self.prefetch.tape.in_backward:
+                self._begin_tape()
+            begin, end = byte_span(tensor)
+            if end - begin < self._min_bytes:
+                return self._keep(tensor)  # an expanded tensor is smaller than it looks
+            storage = tensor.untyped_storage()
+            record = self._find(tensor, storage, begin, end)
+            if record is not None:
+                # Also where this unit is to keep what it saves: a second hold would pin what the first unit moves.
+                self.stats.step.deduplicated_bytes += tensor.nbytes
+            else:
+                keep = self._tier_of.get(self.unit, self._default_tier) is None
+                if (keep and self._keeping is None) or storage.data_ptr() % _STORAGE_ALIGNMENT:
+                    return self._keep(tensor)
+                record = self._new_record(tensor, storage, begin, end, keep)
+                if self.observer is not None:
+                    self.observer.packed(record)
+            return PackedView(record, tensor, begin - record.start)
 
     @torch._disable_dynamo
     def unpack(self, handle: Handle) -> torch.Tensor:
@@ -226,32 +227,34 @@ class Engine:
             self._made_graph = True
         if not isinstance(handle, PackedView):
             return handle.unpack()
-        with signals_deferred, self._handling.of(ACTIVATIONS):
-            return self._unpack_view(handle)
+        return self._unpack_view(handle)
 
+    @signals_deferred
     def _unpack_view(self, handle: PackedView) -> torch.Tensor:
-        record = handle.record
-        version = record.probe._version
-        if version != record.version:
-            raise modified(version, record.version, str(handle.dtype), handle.size, record.unit)
-        is_first = not record.tape.in_backward
-        if is_first:
-            self._report_room(record.tape)
-        if self.observer is not None:
-            self.observer.asked(record)
-        self.prefetch.asked(record)
-        tensor = handle.view(*self.transfer.fetch(record))
-        self.transfer.reap()
-        self.prefetch.fill(record.tape)
-        if is_first:  # what is not needed early goes now: nothing is stored any more that would push it out
-            self.transfer.mover.advance(0)
-        self.transfer.evict_beyond(rules.consumed_bytes(self.prefetch.window(record.tape), record.tape.largest))
-        return tensor
+        with self._handling.of(ACTIVATIONS):
+            record = handle.record
+            version = record.probe._version
+            if version != record.version:
+                raise modified(version, record.version, str(handle.dtype), handle.size, record.unit)
+            is_first = not record.tape.in_backward
+            if is_first:
+                self._report_room(record.tape)
+            if self.observer is not None:
+                self.observer.asked(record)
+            self.prefetch.asked(record)
+            tensor = handle.view(*self.transfer.fetch(record))
+            self.transfer.reap()
+            self.prefetch.fill(record.tape)
+            if is_first:  # what is not needed early goes now: nothing is stored any more that would push it out
+                self.transfer.mover.advance(0)
+            self.transfer.evict_beyond(rules.consumed_bytes(self.prefetch.window(record.tape), record.tape.largest))
+            return tensor
 
+    @signals_deferred
     def operation_ended(self) -> None:
         """The operation that packed last in this thread has run: what it may have written to is final, and can be stored."""
         thread = self._thread
-        with signals_deferred, self._handling.of(ACTIVATIONS):
+        with self._handling.of(ACTIVATIONS):
             records, thread.unfinished = thread.unfinished, []
             for reference in records:
                 record = reference()
@@ -363,9 +366,8 @@ class Engine:
 
     def end_step(self) -> None:
         """Close the running step's statistics."""
-        with signals_deferred:
-            self.transfer.reap()
-            self.stats.end_step(self.transfer.ledger.resident_bytes)
+        self.transfer.reap()
+        self.stats.end_step(self.transfer.ledger.resident_bytes)
 
     def enter_thread(self) -> None:
         """Called first in a thread of the engine's own, which has no device yet."""
@@ -373,10 +375,9 @@ class Engine:
 
     def close(self) -> None:
         """Take in no more tensors. The tier stays open as long as graphs still need it."""
-        with signals_deferred:
-            if not self.closed:
-                self.closed = True
-                self.transfer.close_when_unused()
+        if not self.closed:
+            self.closed = True
+            self.transfer.close_when_unused()
 
 
 class _Identity(weakref.ref[torch.UntypedStorage]):

@@ -340,14 +340,14 @@ class Transfer:
 
     # -- accounts -----------------------------------------------------------------------------------------------------
 
+    @signals_deferred
     def reap(self) -> None:
         """Carry out what finalizers left to do: free slots, cancel stores that are not needed, correct the counts."""
         while not self._outlived and not self.finalized.empty():
-            with signals_deferred:
-                try:
-                    self._clean_up(self.finalized.get_nowait())
-                except queue.Empty:
-                    break
+            try:
+                self._clean_up(self.finalized.get_nowait())
+            except queue.Empty:
+                break
         self.mover.advance()
 
     def _clean_up(self, cleanup: Cleanup) -> None:

@@ -147,21 +147,21 @@ class DiskTier(QueuedTier):
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
+    @signals_deferred
     def reserve(self, nbytes: int, place: str | None = None) -> DiskSlot:
         self._check_usable("reserve")
         room = self._room.round_up(nbytes)
-        with signals_deferred:
-            self._check_usable("reserve")
-            self._pay(nbytes)
-            try:
-                pieces = self._room.place(self._number, room, self.call_with_watchdog)
-            except BaseException:
-                self.storage.disk_writes.give(nbytes)
-                raise
-            self.stats.reserve(room)
-            where = ", ".join(f"{self._room.files[piece.file]} at offset {piece.offset}" for piece in pieces[:4])
-            where = where or "an empty slot"
-            return DiskSlot(nbytes, room_bytes=room, pieces=tuple(pieces), place=where, prepaid_bytes=nbytes)
+        self._check_usable("reserve")
+        self._pay(nbytes)
+        try:
+            pieces = self._room.place(self._number, room, self.call_with_watchdog)
+        except BaseException:
+            self.storage.disk_writes.give(nbytes)
+            raise
+        self.stats.reserve(room)
+        where = ", ".join(f"{self._room.files[piece.file]} at offset {piece.offset}" for piece in pieces[:4])
+        where = where or "an empty slot"
+        return DiskSlot(nbytes, room_bytes=room, pieces=tuple(pieces), place=where, prepaid_bytes=nbytes)
 
     def keep(self, slot: Slot) -> KeptSlot | None:
         assert isinstance(slot, DiskSlot)

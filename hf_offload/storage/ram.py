@@ -107,10 +107,11 @@ class RamTier(QueuedTier):
         """Host memory held, free room included."""
         return sum(arena.data.numel() for arena in self._arenas.values())
 
+    @signals_deferred
     def reserve(self, nbytes: int, place: str | None = None) -> RamSlot:
         self._check_usable("reserve")
         room = -(-nbytes // PAGE) * PAGE
-        with signals_deferred, self._lock:
+        with self._lock:
             self._check_usable("reserve")
             slot = RamSlot(nbytes, room_bytes=room)
             if room:

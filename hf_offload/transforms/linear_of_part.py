@@ -38,6 +38,7 @@ def linear_of_part(inputs: Tensor, weight: Tensor, bias: Tensor | None, part: Pa
     return _LinearOfPart.apply(inputs, weight, bias, part, transposed, *casts)
 
 
+@signals_deferred
 def _autocasts(inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> tuple[Tensor | None, ...]:
     """The copies of weight and bias that autocast has, or makes here, as parts of the graph; None for what it does not
     keep a copy of.
@@ -46,7 +47,7 @@ def _autocasts(inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: 
         return None, None
     of_weight = of_bias = None
     # Products without rows: what autograd saves for them is the copy, and no session shall look at it.
-    with signals_deferred, torch.autograd.graph.saved_tensors_hooks(_same, _same):
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same):
         if _has_copy(weight):
             rows = inputs.new_zeros((0, weight.shape[0] if transposed else weight.shape[1]), requires_grad=True)
             node: Any = (torch.mm(rows, weight) if transposed else torch.mm(weight, rows.t())).grad_fn
@@ -88,7 +89,7 @@ class _LinearOfPart(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
         of_inputs = of_weight = of_bias = None
-        with signals_deferred, torch.autocast(gradient.device.type, enabled=False):
+        with torch.autocast(gradient.device.type, enabled=False):
             rows = gradient.reshape(-1, gradient.shape[-1])
             if ctx.needs_input_grad[0]:
                 matrix = (weight.t() if ctx.transposed else weight).to(gradient.dtype)

@@ -329,22 +329,55 @@ def raising():
         signal.signal(number, old)
 
 
+def in_sections(inner, outer):
+    with signals_deferred:
+        with signals_deferred:
+            inner()
+        outer()
+
+
+def in_entry_points(inner, outer):
+    deferred = signals_deferred(inner)
+
+    def both():
+        deferred()
+        outer()
+
+    signals_deferred(both)()
+
+
+@pytest.mark.parametrize("nested", [in_sections, in_entry_points])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGALRM])
-def test_a_signal_waits_for_the_end_of_the_outermost_section(raising, number):
+def test_a_signal_waits_for_the_end_of_the_outermost_section(raising, number, nested):
     handlers = signal.getsignal(number)
     reached = []
+
+    def inner():
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+        reached.append("inner")
+
     with pytest.raises((KeyboardInterrupt, InterruptedError)):
-        with signals_deferred:
-            with signals_deferred:
-                signal.raise_signal(number)
-                signal.raise_signal(number)
-                reached.append("inner")
-            reached.append("outer")
+        nested(inner, lambda: reached.append("outer"))
         reached.append("after")
     assert reached == ["inner", "outer"]
     assert signal.getsignal(number) is handlers
     with signals_deferred:
         pass  # it came once
+
+
+def test_an_entry_point_gives_what_its_function_gives_and_ends_with_its_error():
+    @signals_deferred
+    def halved(number, *, by=2):
+        assert signals_deferred.is_on
+        return number / by
+
+    assert halved.__name__ == "halved"
+    assert halved(6, by=3) == 2
+    with pytest.raises(ZeroDivisionError):
+        halved(6, by=0)
+    assert not signals_deferred.is_on
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_every_signal_that_came_in_a_section_is_handled(raising):
@@ -500,12 +533,14 @@ def test_handlers_are_put_back_wherever_two_of_them_raise(raising):
         assert not signals_deferred.is_on
 
 
-def test_handlers_are_put_back_at_the_limit_of_recursion(raising):
+@pytest.mark.parametrize("section", [lambda: None, signals_deferred(lambda: None)], ids=["section", "entry_point"])
+def test_handlers_are_put_back_at_the_limit_of_recursion(section, raising):
     before = handlers()
 
     def recur():
         with signals_deferred:
-            pass
+            section()
+        section()
         recur()
 
     with pytest.raises(RecursionError):
@@ -527,10 +562,14 @@ def test_signals_without_a_handler_are_left_alone():
 def test_a_section_of_another_thread_defers_nothing():
     inside, leave = threading.Event(), threading.Event()
 
+    @signals_deferred
+    def wait():
+        inside.set()
+        leave.wait(TIMEOUT_S)
+
     def work():
         with signals_deferred:
-            inside.set()
-            leave.wait(TIMEOUT_S)
+            wait()
 
     thread = threading.Thread(target=work)
     thread.start()

@@ -71,6 +71,7 @@ class ParkedState:
         """Bytes of the tensors of ``name`` that are on disk; 0 if there are none."""
         return self._entries[name].packing.tensor_bytes if name in self._entries else 0
 
+    @signals_deferred
     def add(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Write ``states``, all of them or none; those that are not ``in`` this object then are to stay in RAM.
 
@@ -79,33 +80,33 @@ class ParkedState:
         if not self._keeps:
             return
         self._storage.free_unneeded()
-        with signals_deferred:
-            written: dict[str, _Entry] = {}
-            if self._tier is not None:
-                try:
-                    for name, state in states.items():
-                        written[name] = self._write(self._tier, name, state)
-                except WriteLimitError as error:
-                    self._free(written.values())
-                    written = {}
-                    self._warn(error)
-                except BaseException:
-                    self._free(written.values())
-                    raise
-            if not written:
-                self._keep_in_ram(states)
-            self._free([self._entries.pop(name) for name in states if name in self._entries])
-            self._entries |= written
-            self._ram.release(written)
-            self._storage.wear.keep()
+        written: dict[str, _Entry] = {}
+        if self._tier is not None:
+            try:
+                for name, state in states.items():
+                    written[name] = self._write(self._tier, name, state)
+            except WriteLimitError as error:
+                self._free(written.values())
+                written = {}
+                self._warn(error)
+            except BaseException:
+                self._free(written.values())
+                raise
+        if not written:
+            self._keep_in_ram(states)
+        self._free([self._entries.pop(name) for name in states if name in self._entries])
+        self._entries |= written
+        self._ram.release(written)
+        self._storage.wear.keep()
 
+    @signals_deferred
     def replace(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Park ``states`` and nothing else. Raises as :meth:`add` does, and then nothing has changed."""
         before = [name for name in (*self._entries, *self._ram.held) if name not in states]
-        with signals_deferred:
-            self.add(states)
-            self.remove(before)
+        self.add(states)
+        self.remove(before)
 
+    @signals_deferred
     def read(self, name: str) -> dict[str, Any]:
         """A copy of the state of ``name``, in memory of the CPU.
 

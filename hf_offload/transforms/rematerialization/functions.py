@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 # ---------------------------------------------------------------------------------- modules made of several operations
 
 
+@signals_deferred
 def recomputed(forward: Callable[[Tensor], Tensor], inputs: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
     """``forward(inputs)``, saving nothing but inputs and parameters; backward runs it once more. Exact, to the last bit.
 
@@ -36,7 +37,7 @@ def recomputed(forward: Callable[[Tensor], Tensor], inputs: Tensor, parameters: 
     """
     originals = (inputs, *parameters)
     uses = _Uses(originals)
-    with signals_deferred, torch.no_grad(), uses:
+    with torch.no_grad(), uses:
         result = forward(inputs)
     run = _Run(forward, tuple(parameters), autocast_as_now(inputs.device), uses.order[::-1])
     return _Recomputed.apply([result], run, *(originals[which] for which in run.uses))
@@ -96,7 +97,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, *parameters = ctx.saved_tensors
         uses = _Uses((inputs, *ctx.run.parameters), (inputs, *parameters))
-        with signals_deferred, torch.enable_grad(), ctx.run.autocast(), uses:
+        with torch.enable_grad(), ctx.run.autocast(), uses:
             result = ctx.run.forward(inputs)
         needed = [leaf for leaf, needs in zip(reversed(uses.leaves), ctx.needs_input_grad[2:], strict=True) if needs]
         found = iter(torch.autograd.grad(result, needed, gradient, allow_unused=True))
@@ -232,10 +233,11 @@ def dropout_again(inputs: Tensor, probability: float) -> Callable[[Tensor, Tenso
 
 
 @functools.lru_cache(maxsize=1024)
+@signals_deferred
 def _kernels_scale(device: torch.device, dtype: torch.dtype, probability: float) -> float | None:
     """By what the device's dropout multiplies; None if it does something else. Random numbers go on as before."""
     forked = torch.random.fork_rng(devices=[device.index], device_type=device.type)
-    with signals_deferred, _disable_current_modes(), torch.no_grad(), forked:
+    with _disable_current_modes(), torch.no_grad(), forked:
         values = _telling_values(dtype).to(device)
         result, mask = torch.native_dropout(values, probability, True)
         expected = result.cpu().view(torch.uint8)
@@ -350,10 +352,11 @@ def from_codes(codes: Tensor, ends: Tensor) -> Tensor:
 
 class _CoarseActivation(torch.autograd.Function):
     @staticmethod
+    @signals_deferred
     def forward(ctx: Any, inputs: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         leaf = inputs.detach().requires_grad_()
         # This graph ends here: outer hooks must not see what it saves.
-        with signals_deferred, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(same, same):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(same, same):
             result = forward(leaf)
             (derivative,) = torch.autograd.grad(result, leaf, torch.ones_like(result))
         ctx.save_for_backward(*to_codes(derivative))

@@ -77,12 +77,14 @@ def _in_a_mode() -> bool:
 class ProductsInside(RematerializedModule):
     """The module around an activation function: products inside are recomputed where they would be saved."""
 
+    @signals_deferred
     def saving_less(self, *args: Any, **kwargs: Any) -> Any:
-        with signals_deferred, Products(self.formulas):
+        with Products(self.formulas):
             return self.own_forward(*args, **kwargs)
 
+    @signals_deferred
     def watched(self, *args: Any, **kwargs: Any) -> Any:
-        with signals_deferred, WatchedProducts(self.formulas):
+        with WatchedProducts(self.formulas):
             return self.own_forward(*args, **kwargs)
 
 
@@ -175,8 +177,9 @@ def rerun(forward: Callable[[Tensor], Tensor], device: torch.device) -> Callable
     """``forward`` for later: with autocast as it is now, and of the first tensor that it is called with."""
     autocast = autocast_as_now(device)
 
+    @signals_deferred
     def build(inputs: Tensor, *_: Tensor) -> Tensor:
-        with signals_deferred, autocast():
+        with autocast():
             return forward(inputs)
 
     return build

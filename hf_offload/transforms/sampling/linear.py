@@ -141,6 +141,7 @@ def _project(rows: Tensor, count: int, seed: int) -> Part:
     return Part((rows @ signs(shape, seed, rows),), functools.partial(_of_directions, shape, seed))
 
 
+@signals_deferred
 def draw_part(
     inputs: Tensor,
     dtype: torch.dtype,
@@ -166,7 +167,7 @@ def draw_part(
         random = torch.rand(count, dtype=torch.float64, device=inputs.device)
     if not torch.is_grad_enabled():
         return None
-    with signals_deferred, torch.no_grad():
+    with torch.no_grad():
         rows = inputs.detach().reshape(-1, width).to(dtype)
         if config.estimator == "rad":
             return _project(rows, count, seed)

@@ -167,15 +167,13 @@ class _CrossEntropy(torch.autograd.Function):
             scale, ctx.left = digits * _FLOAT16_SCALE, torch.ldexp(torch.ones_like(share), exponent) / _FLOAT16_SCALE
         rows_gradient = torch.empty_like(hidden, dtype=wide_dtype(hidden)) if rows_wanted else None
         sums = [WideSum(parameter) for parameter in parameters] if wanted else []
-        with signals_deferred:
-            tile = _linear_tile(rule, parameters) if projection.linear is not None else _any_tile(rule, parameters)
+        tile = _linear_tile(rule, parameters) if projection.linear is not None else _any_tile(rule, parameters)
         total = hidden.new_zeros((), dtype=projection.wide)
         step = projection.tile_rows(len(hidden))
         for begin in range(0, max(1, len(hidden)), step):
             end = begin + step
             rows, targets = hidden[begin:end], labels[begin:end]
-            with signals_deferred:
-                loss, gradient = tile(rows, targets, scale if wanted else None, sums, rows_wanted)
+            loss, gradient = tile(rows, targets, scale if wanted else None, sums, rows_wanted)
             total += loss
             if rows_gradient is not None and gradient is not None:
                 rows_gradient[begin:end] = gradient
@@ -216,12 +214,12 @@ def _linear_tile(rule: _Rule, parameters: Sequence[Tensor]) -> Tile:
     assert head is not None
     device = head.weight.device.type
     dtype = projection.autocast or head.weight.dtype
-    with torch.autocast(device, enabled=False):
-        weight = head.weight.detach().to(dtype)
-        bias = None if head.bias is None else head.bias.detach().to(dtype)
+    weight = head.weight.detach().to(dtype)
+    bias = None if head.bias is None else head.bias.detach().to(dtype)
     where = {id(parameter): index for index, parameter in enumerate(parameters)}
     of_weight, of_bias = where.get(id(head.weight)), where.get(id(head.bias))
 
+    @signals_deferred
     def tile(
         rows: Tensor, labels: Tensor, scale: Tensor | None, sums: list[WideSum], rows_wanted: bool
     ) -> tuple[Tensor, Tensor | None]:
@@ -256,6 +254,7 @@ def _linear_tile(rule: _Rule, parameters: Sequence[Tensor]) -> Tile:
 def _any_tile(rule: _Rule, parameters: Sequence[Tensor]) -> Tile:
     """A piece of whatever stands in the head's place: autograd knows its gradient."""
 
+    @signals_deferred
     def tile(
         rows: Tensor, labels: Tensor, scale: Tensor | None, sums: list[WideSum], rows_wanted: bool
     ) -> tuple[Tensor, Tensor | None]:
