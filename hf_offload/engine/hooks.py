@@ -8,7 +8,6 @@ Note: when saved bytes are final
 """
 
 import logging
-import queue
 import threading
 import weakref
 from typing import Protocol
@@ -18,12 +17,11 @@ from torch import nn
 
 from hf_offload.engine.device import Device
 from hf_offload.engine.movers import HostMover
-from hf_offload.engine.prefetch import Prefetcher
-from hf_offload.engine.record import PackedView, Record
+from hf_offload.engine.prefetch import Prefetcher, Tape
+from hf_offload.engine.record import PackedView, Record, RecordIndex, root_of
 from hf_offload.engine.selection import WeightIndex, record_span
 from hf_offload.engine.staged import StagedMover
 from hf_offload.engine.stats import OffloadStats
-from hf_offload.engine.tape import Tape
 from hf_offload.engine.transfer import Transfer
 from hf_offload.interrupts import signals_deferred
 from hf_offload.plan import rules
@@ -88,9 +86,7 @@ class Engine:
         self.prefetch = Prefetcher(self.transfer)
         self.observer: Observer | None = None
         self._made_graph = False
-        # id of a storage's Python object -> records of that storage. The weak reference tells a reused id.
-        self._identities: dict[int, _Identity] = {}
-        self._dead_storages: queue.SimpleQueue[_Identity] = queue.SimpleQueue()
+        self._records = RecordIndex(self.transfer.lock)
         self._nothing = torch.empty(0, device=device.torch_device)
         self._thread = _Thread()
         self._forward = 0
@@ -205,7 +201,7 @@ class Engine:
             if end - begin < self._min_bytes:
                 return self._keep(tensor)  # an expanded tensor is smaller than it looks
             storage = tensor.untyped_storage()
-            record = self._find(tensor, storage, begin, end)
+            record = self._records.find(tensor, storage, begin, end, self._forward)
             if record is not None:
                 # Also where this unit is to keep what it saves: a second hold would pin what the first unit moves.
                 self.stats.step.deduplicated_bytes += tensor.nbytes
@@ -271,25 +267,6 @@ class Engine:
         self.prefetch.begin_tape()
         self._weights.refresh()
 
-    def _find(self, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int, end: int) -> Record | None:
-        identity = self._identities.get(id(storage))
-        if identity is None or identity() is not storage:
-            return None
-        root, version = _root(tensor), tensor._version
-        for reference in identity.records:
-            record = reference()
-            if (
-                record is not None
-                and record.version == version
-                and record.root() is root
-                and record.start <= begin
-                and end <= record.start + record.nbytes
-                # NumPy and other processes write to what needs no gradient without a new version.
-                and (record.forward == self._forward or tensor.requires_grad)
-            ):
-                return record
-        return None
-
     def _new_record(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int, end: int, keep: bool
     ) -> Record:
@@ -301,14 +278,14 @@ class Engine:
         buffer = whole_storage(tensor)
         if end - begin < whole:
             buffer = buffer[begin:end]
-        record = Record(buffer, probe, weakref.ref(_root(tensor)), begin, self.unit, self.transfer.finalized)
+        record = Record(buffer, probe, weakref.ref(root_of(tensor)), begin, self.unit, self.transfer.finalized)
         record.forward = self._forward
         del buffer
         if self._keeping is not None:
             keep = keep and self.prefetch.tape.may_keep(self.unit, record.nbytes, self._keeping)
             self.transfer.make_room(self._keeping.resident_bytes - record.nbytes, self._write_behind_bytes)
         self.transfer.adopt(record)
-        self._remember(storage, record)
+        self._records.add(storage, record)
         stays = self.prefetch.packed(record, keep)
         if keep:
             self.stats.step.kept_bytes += record.nbytes
@@ -328,22 +305,6 @@ class Engine:
         else:
             # Only a unit that the plan names has a place of its own; others go wherever the tier has room first.
             self.transfer.store(record, self._write_behind_bytes, self._tier_of.get(record.unit))
-
-    def _remember(self, storage: torch.UntypedStorage, record: Record) -> None:
-        with self.transfer.lock:
-            while not self._dead_storages.empty():
-                dead = self._dead_storages.get()
-                if self._identities.get(dead.key) is dead:
-                    del self._identities[dead.key]
-            key = id(storage)
-            identity = self._identities.get(key)
-            if identity is None or identity() is not storage:
-                self._identities[key] = identity = _Identity(storage, self._dead_storages.put)
-                identity.key = key
-                identity.records = [weakref.ref(record)]
-            else:
-                identity.records = [other for other in identity.records if other() is not None]
-                identity.records.append(weakref.ref(record))
 
     def _report_room(self, tape: Tape) -> None:
         """Forward has ended: now it is known how many bytes it really saves. Say so once if they found no room."""
@@ -380,14 +341,6 @@ class Engine:
             self.transfer.close_when_unused()
 
 
-class _Identity(weakref.ref[torch.UntypedStorage]):
-    """A storage, and the records of it. Its callback puts it on a queue (see record.py on why in C)."""
-
-    __slots__ = ("key", "records")
-    key: int
-    records: "list[weakref.ref[Record]]"
-
-
 class _Thread(threading.local):
     """Where forward is in a thread."""
 
@@ -396,16 +349,6 @@ class _Thread(threading.local):
         self.backward = -1
         self.operation = -1  # autograd numbers its nodes, and an operation makes its own before it saves anything
         self.unfinished: list[weakref.ref[Record]] = []
-
-
-def _root(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose version counter ``tensor`` shares.
-
-    A storage can have several: the parts that ``unsafe_chunk`` gives (LSTM and GRU cells use it) count for themselves, and
-    the same number then means different bytes.
-    """
-    base = tensor._base
-    return tensor if base is None else base
 
 
 def _keep(tensor: torch.Tensor) -> KeptTensor:

@@ -18,12 +18,10 @@ from typing import Any
 
 import torch
 
-from hf_offload.engine.consumed import ConsumedCopies
 from hf_offload.engine.device import Device
 from hf_offload.engine.movers import Mover
-from hf_offload.engine.record import Cleanup, Record, Settling, State
+from hf_offload.engine.record import Cleanup, ConsumedCopies, Record, Settling, State, WritesInFlight
 from hf_offload.engine.stats import OffloadStats
-from hf_offload.engine.writes import WritesInFlight
 from hf_offload.errors import OffloadError, StandstillError, StorageError, TierFullError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.plan.rules import Ledger, holds_forward
