@@ -23,12 +23,11 @@ import torch
 from hf_offload.errors import OffloadConfigError, StorageError, WriteLimitError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.settings.sizes import format_bytes
-from hf_offload.storage.buffers import PAGE, empty_at_phase
+from hf_offload.storage.buffers import PAGE, empty_at_phase, map_ranges
 from hf_offload.storage.disk_io import DataFile
 from hf_offload.storage.disk_room import Piece, round_down
 from hf_offload.storage.forking import Gate, guard
 from hf_offload.storage.kept import KeptSlot
-from hf_offload.storage.mapping import map_ranges
 from hf_offload.storage.queued import QueuedSlot, QueuedTier, QueuedTransfer, memory
 from hf_offload.storage.service import ACTIVATIONS, RunStorage
 from hf_offload.storage.tier import Slot
