@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_offload.errors import StorageError, TierFullError, WriteLimitError
@@ -20,6 +20,7 @@ from hf_offload.storage.buffers import PAGE, empty_at_phase
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.service import OPTIMIZER_STATE, HeldRam, RunStorage
 from hf_offload.storage.tier import Slot
+from hf_offload.tensors import has_bytes, is_ordinary
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +238,7 @@ class _Packing:
                 lambda inside: kind.__tensor_unflatten__(inside, context, size, stride),
                 {name: self._plan(getattr(value, name)) for name in names},
             )
-        if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
+        if not (isinstance(value, Tensor) and is_ordinary(type(value)) and has_bytes(value)):
             return value
         offset = -(-self.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
         self.nbytes = offset + value.nbytes

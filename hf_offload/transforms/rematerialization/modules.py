@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state.guard import own_class
 from hf_offload.surgery import ReplacedForward
-from hf_offload.tensors import are_transformed
+from hf_offload.tensors import are_transformed, is_ordinary
 from hf_offload.transforms.backward import autocast_as_now, autocast_dtype
 from hf_offload.transforms.linear_of_part import Part, linear_of_part
 from hf_offload.transforms.rematerialization.formulas import Formula, Formulas, hull_of, same
@@ -28,9 +28,6 @@ from hf_offload.transforms.rematerialization.functions import (
     packed_relu,
     recomputed,
 )
-
-# Tensors without operations of their own; plans are counted on fake ones.
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 class RematerializedModule(ReplacedForward):
@@ -109,7 +106,7 @@ class OneTensorModule(RematerializedModule):
 
 
 def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    return len(args) == 1 and not kwargs and type(args[0]) in _PLAIN and args[0].is_floating_point()
+    return len(args) == 1 and not kwargs and is_ordinary(type(args[0])) and args[0].is_floating_point()
 
 
 class RecomputedFunction(OneTensorModule):
@@ -258,7 +255,7 @@ class RebuiltInputLinear(OneTensorModule):
     def _formula_of(self, inputs: Tensor) -> Formula | None:
         weight: Any = self.module.weight
         # Plain weights only: sharded ones (DTensor) have operations of their own.
-        if weight.requires_grad and own_class(weight) in _PLAIN and inputs.dim() > 1 and inputs.is_contiguous():
+        if weight.requires_grad and is_ordinary(own_class(weight)) and inputs.dim() > 1 and inputs.is_contiguous():
             return self.formulas.of(inputs)
         return None
 

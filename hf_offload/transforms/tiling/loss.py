@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_offload.checkpointing import checkpoint
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state.guard import own_class
+from hf_offload.tensors import is_ordinary
 from hf_offload.transforms.backward import differentiable_once
 from hf_offload.transforms.tiling.cut import Cut
 from hf_offload.transforms.tiling.sums import WideSum, product, wide_dtype, widened
@@ -91,7 +91,7 @@ class HeadProjection:
         """The head, if it is a plain linear layer whose products can be made here."""
         head: Any = self.head
         plain = type(head) is nn.Linear and getattr(self.forward, "__func__", None) is nn.Linear.forward
-        return head if plain and own_class(head.weight) in (nn.Parameter, Tensor, FakeTensor) else None
+        return head if plain and is_ordinary(own_class(head.weight)) else None
 
 
 def tiled_cross_entropy(
