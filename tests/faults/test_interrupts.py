@@ -27,6 +27,7 @@ from hf_offload.interrupts import signals_deferred
 from hf_offload.storage.tier import Tier
 from hf_offload.structure.units import find_blocks
 from tests.faults.failing_calls import Hang
+from tests.faults.test_dropped_models import held_files
 from tests.faults.test_faulty_steps import assert_nothing_left
 from tests.helpers.package_threads import OurThreads
 from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model
@@ -116,6 +117,7 @@ def run(request, tmp_path, no_collections, short_search):
     yield run
     run.end()
     threads.join(TIMEOUT_S)
+    assert held_files(tmp_path) == []
 
 
 class Points:
@@ -307,6 +309,7 @@ def test_ctrl_c_at_random_moments(run):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 def test_two_hundred_ctrl_cs_at_random_moments(run):
     random_interrupts(run, SIGNALS, seed=2)
 
