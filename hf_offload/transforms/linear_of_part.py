@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_offload.interrupts import signals_deferred
 from hf_offload.transforms.backward import autocast_dtype, differentiable_once
 
 Product = Callable[[Tensor, tuple[Tensor, ...], bool], Tensor]
@@ -38,7 +37,6 @@ def linear_of_part(inputs: Tensor, weight: Tensor, bias: Tensor | None, part: Pa
     return _LinearOfPart.apply(inputs, weight, bias, part, transposed, *casts)
 
 
-@signals_deferred
 def _autocasts(inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> tuple[Tensor | None, ...]:
     """The copies of weight and bias that autocast has, or makes here, as parts of the graph; None for what it does not
     keep a copy of.

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from hf_offload.engine.device import open_device
-from hf_offload.interrupts import signals_deferred
 from hf_offload.transforms.backward import autocast_as_now, differentiable_once
 from hf_offload.transforms.rematerialization.formulas import Formula, Formulas, as_it_is, hull_of, same
 
@@ -29,7 +28,6 @@ logger = logging.getLogger(__name__)
 # ---------------------------------------------------------------------------------- modules made of several operations
 
 
-@signals_deferred
 def recomputed(forward: Callable[[Tensor], Tensor], inputs: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
     """``forward(inputs)``, saving nothing but inputs and parameters; backward runs it once more. Exact, to the last bit.
 
@@ -233,7 +231,6 @@ def dropout_again(inputs: Tensor, probability: float) -> Callable[[Tensor, Tenso
 
 
 @functools.lru_cache(maxsize=1024)
-@signals_deferred
 def _kernels_scale(device: torch.device, dtype: torch.dtype, probability: float) -> float | None:
     """By what the device's dropout multiplies; None if it does something else. Random numbers go on as before."""
     forked = torch.random.fork_rng(devices=[device.index], device_type=device.type)
@@ -352,7 +349,6 @@ def from_codes(codes: Tensor, ends: Tensor) -> Tensor:
 
 class _CoarseActivation(torch.autograd.Function):
     @staticmethod
-    @signals_deferred
     def forward(ctx: Any, inputs: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         leaf = inputs.detach().requires_grad_()
         # This graph ends here: outer hooks must not see what it saves.

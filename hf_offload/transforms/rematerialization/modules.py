@@ -45,8 +45,10 @@ class RematerializedModule(ReplacedForward):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _in_a_mode() or are_transformed():
             return self.own_forward(*args, **kwargs)
         if self.formulas.in_use:
-            return self.saving_less(*args, **kwargs)
-        return self.watched(*args, **kwargs) if self._is_to_be_watched(*args) else self.own_forward(*args, **kwargs)
+            return _run(self.saving_less, *args, **kwargs)
+        if self._is_to_be_watched(*args):
+            return _run(self.watched, *args, **kwargs)
+        return self.own_forward(*args, **kwargs)
 
     def _is_to_be_watched(self, first: Any = None, *others: Any) -> bool:
         has_data = isinstance(first, Tensor) and not isinstance(first, FakeTensor)
@@ -59,6 +61,12 @@ class RematerializedModule(ReplacedForward):
     @abstractmethod
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         """The same result, with the same saved, and a look at what :meth:`saving_less` would save: see :class:`Formulas`."""
+
+
+@signals_deferred
+def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What replaces a module's forward switches modes of PyTorch's."""
+    return forward(*args, **kwargs)
 
 
 def _in_a_mode() -> bool:
@@ -74,12 +82,10 @@ def _in_a_mode() -> bool:
 class ProductsInside(RematerializedModule):
     """The module around an activation function: products inside are recomputed where they would be saved."""
 
-    @signals_deferred
     def saving_less(self, *args: Any, **kwargs: Any) -> Any:
         with Products(self.formulas):
             return self.own_forward(*args, **kwargs)
 
-    @signals_deferred
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         with WatchedProducts(self.formulas):
             return self.own_forward(*args, **kwargs)

@@ -141,7 +141,6 @@ def _project(rows: Tensor, count: int, seed: int) -> Part:
     return Part((rows @ signs(shape, seed, rows),), functools.partial(_of_directions, shape, seed))
 
 
-@signals_deferred
 def draw_part(
     inputs: Tensor,
     dtype: torch.dtype,
@@ -260,6 +259,7 @@ class _Sampled:
     sampled_as: str
     """The layer's name in its model."""
 
+    @signals_deferred
     def _sampled_forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor | None:
         """None where nothing is left out: the usual forward is exact, to the last bit."""
         if not weight.requires_grad or not inputs.is_floating_point():

@@ -167,7 +167,8 @@ class _CrossEntropy(torch.autograd.Function):
             scale, ctx.left = digits * _FLOAT16_SCALE, torch.ldexp(torch.ones_like(share), exponent) / _FLOAT16_SCALE
         rows_gradient = torch.empty_like(hidden, dtype=wide_dtype(hidden)) if rows_wanted else None
         sums = [WideSum(parameter) for parameter in parameters] if wanted else []
-        tile = _linear_tile(rule, parameters) if projection.linear is not None else _any_tile(rule, parameters)
+        make_tile = _any_tile if projection.linear is None else _linear_tile
+        tile = signals_deferred(make_tile(rule, parameters))
         total = hidden.new_zeros((), dtype=projection.wide)
         step = projection.tile_rows(len(hidden))
         for begin in range(0, max(1, len(hidden)), step):
@@ -219,7 +220,6 @@ def _linear_tile(rule: _Rule, parameters: Sequence[Tensor]) -> Tile:
     where = {id(parameter): index for index, parameter in enumerate(parameters)}
     of_weight, of_bias = where.get(id(head.weight)), where.get(id(head.bias))
 
-    @signals_deferred
     def tile(
         rows: Tensor, labels: Tensor, scale: Tensor | None, sums: list[WideSum], rows_wanted: bool
     ) -> tuple[Tensor, Tensor | None]:
@@ -254,7 +254,6 @@ def _linear_tile(rule: _Rule, parameters: Sequence[Tensor]) -> Tile:
 def _any_tile(rule: _Rule, parameters: Sequence[Tensor]) -> Tile:
     """A piece of whatever stands in the head's place: autograd knows its gradient."""
 
-    @signals_deferred
     def tile(
         rows: Tensor, labels: Tensor, scale: Tensor | None, sums: list[WideSum], rows_wanted: bool
     ) -> tuple[Tensor, Tensor | None]:
