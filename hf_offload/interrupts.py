@@ -93,27 +93,36 @@ class _Deferral:
         def entry_point(*args: Any, **kwargs: Any) -> Any:
             if self._depth or threading.get_ident() != threading.main_thread().ident:
                 return function(*args, **kwargs)
-            with self:
+            self._enter()
+            try:
                 return function(*args, **kwargs)
+            finally:
+                self._leave()
 
         return cast(_Function, entry_point)
 
     def __enter__(self) -> None:
         if threading.get_ident() == threading.main_thread().ident:
-            if self._depth == 0:
-                self._begin()
-            self._depth += 1
+            self._enter()
 
     def __exit__(self, *_: object) -> None:
         if threading.get_ident() == threading.main_thread().ident:
-            self._depth -= 1
-            held = self._held
-            if self._depth == 0 and held is not None:
-                # Not deeper in calls than the beginning was: at the limit of recursion, what was taken can be put back.
-                try:
-                    held.give_back()
-                finally:
-                    self._held = held.outer
+            self._leave()
+
+    def _enter(self) -> None:
+        if self._depth == 0:
+            self._begin()
+        self._depth += 1
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        held = self._held
+        if self._depth == 0 and held is not None:
+            # Not deeper in calls than the beginning was: at the limit of recursion, what was taken can be put back.
+            try:
+                held.give_back()
+            finally:
+                self._held = held.outer
 
     @property
     def is_on(self) -> bool:
