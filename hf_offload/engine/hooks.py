@@ -86,7 +86,7 @@ class Engine:
         self.prefetch = Prefetcher(self.transfer)
         self.observer: Observer | None = None
         self._made_graph = False
-        self._records = RecordIndex(self.transfer.lock)
+        self._records = RecordIndex()
         self._nothing = torch.empty(0, device=device.torch_device)
         self._thread = _Thread()
         self._forward = 0
@@ -285,7 +285,8 @@ class Engine:
             keep = keep and self.prefetch.tape.may_keep(self.unit, record.nbytes, self._keeping)
             self.transfer.make_room(self._keeping.resident_bytes - record.nbytes, self._write_behind_bytes)
         self.transfer.adopt(record)
-        self._records.add(storage, record)
+        with self.transfer.lock:
+            self._records.add(storage, record)
         stays = self.prefetch.packed(record, keep)
         if keep:
             self.stats.step.kept_bytes += record.nbytes

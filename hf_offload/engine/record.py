@@ -215,10 +215,9 @@ class PackedView:
 
 
 class RecordIndex:
-    """Records by the storage whose bytes they have, so that views of one are moved once. Changed under ``lock``."""
+    """Records by the storage whose bytes they have, so that views of one are moved once."""
 
-    def __init__(self, lock: "threading.RLock"):
-        self._lock = lock
+    def __init__(self) -> None:
         # id of a storage's Python object -> records of that storage. The weak reference tells a reused id.
         self._identities: dict[int, _Identity] = {}
         self._dead_storages: queue.SimpleQueue[_Identity] = queue.SimpleQueue()
@@ -246,21 +245,20 @@ class RecordIndex:
         return None
 
     def add(self, storage: torch.UntypedStorage, record: Record) -> None:
-        """``record`` has bytes of this storage."""
-        with self._lock:
-            while not self._dead_storages.empty():
-                dead = self._dead_storages.get()
-                if self._identities.get(dead.key) is dead:
-                    del self._identities[dead.key]
-            key = id(storage)
-            identity = self._identities.get(key)
-            if identity is None or identity() is not storage:
-                self._identities[key] = identity = _Identity(storage, self._dead_storages.put)
-                identity.key = key
-                identity.records = [weakref.ref(record)]
-            else:
-                identity.records = [other for other in identity.records if other() is not None]
-                identity.records.append(weakref.ref(record))
+        """``record`` has bytes of this storage. Called under a lock."""
+        while not self._dead_storages.empty():
+            dead = self._dead_storages.get()
+            if self._identities.get(dead.key) is dead:
+                del self._identities[dead.key]
+        key = id(storage)
+        identity = self._identities.get(key)
+        if identity is None or identity() is not storage:
+            self._identities[key] = identity = _Identity(storage, self._dead_storages.put)
+            identity.key = key
+            identity.records = [weakref.ref(record)]
+        else:
+            identity.records = [other for other in identity.records if other() is not None]
+            identity.records.append(weakref.ref(record))
 
 
 class _Identity(weakref.ref[torch.UntypedStorage]):
