@@ -8,6 +8,7 @@ import contextlib
 import gc
 import importlib
 import itertools
+import logging
 import random
 import signal
 import sys
@@ -31,6 +32,8 @@ from tests.faults.test_dropped_models import held_files
 from tests.faults.test_faulty_steps import assert_nothing_left
 from tests.helpers.package_threads import OurThreads
 from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model
+
+logger = logging.getLogger(__name__)
 
 PACKAGE = str(Path(hf_offload.__file__).parent)
 INTERRUPTS = interrupts.__file__
@@ -302,7 +305,8 @@ def random_interrupts(run, count, seed):
         assert len(times) == 2, f"signal {number} is lost"
         latest_s = max(latest_s, times[1] - times[0])
         run.check()
-    print(f"{run.kind}: {count} signals, each noticed within {1e3 * latest_s:.0f} ms; a step takes {1e3 * step_s:.0f} ms")
+    found = run.kind, count, 1e3 * latest_s, 1e3 * step_s
+    logger.info("%s: %d signals, each noticed within %.0f ms; a step takes %.0f ms.", *found)
 
 
 @pytest.mark.parametrize("run", ["ssd"], indirect=True)
