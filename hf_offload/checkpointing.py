@@ -18,8 +18,9 @@ from hf_offload.interrupts import signals_deferred
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
+@signals_deferred
 def checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """:func:`torch.utils.checkpoint.checkpoint` without reentrance; both runs of ``function`` are a section."""
+    """:func:`torch.utils.checkpoint.checkpoint` without reentrance; both runs of ``function`` are entry points."""
     is_recompute = False
 
     def run(*args: Any) -> Any:
@@ -28,16 +29,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
             return function(*args)
         is_recompute = True
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-        def unpack_in_section(held: Any) -> Any:
-            with signals_deferred:
-                return unpack(held)
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack_in_section):
+        with torch.autograd.graph.saved_tensors_hooks(pack, signals_deferred(unpack)):
             return function(*args)
 
-    with signals_deferred:
-        return _torch.checkpoint(run, *args, use_reentrant=False, **options)
+    return _torch.checkpoint(run, *args, use_reentrant=False, **options)
 
 
 def in_recompute() -> bool:

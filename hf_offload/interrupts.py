@@ -3,21 +3,25 @@
 Note: Ctrl-C inside the engine
     Python runs signal handlers in the main thread, between any two instructions, and Ctrl-C's raises. An exception between
     two counters, or between a lock and the ``try`` that releases it, would leave room, bytes or a lock behind for good. So
-    the engine and the tiers do their bookkeeping in a section, ``with signals_deferred:``, in which a handler only notes its
-    signal; it runs when the outermost section ends, and where a section waits (:meth:`_Deferral.deliver`).
+    what PyTorch and the user call (pack, unpack, hooks of modules and gradients, steps, the methods of a tier) is an entry
+    point, ``@signals_deferred``: inside of one, a handler only notes its signal. It runs when the outermost entry point
+    returns, and where that waits (:meth:`_Deferral.deliver`). What is called only by entry points does not think of signals.
+    Where a part of a function, or of a context, is to be safe, that is a section, ``with signals_deferred:``.
     PyTorch's modes (gradients, autocast, hooks of saved tensors, dispatch) are switched by Python code, and a signal in the
-    midst of that leaves them switched, for the rest of the process. So the package switches them in a section, for a module
-    or a piece of the loss at a time.
+    middle of that leaves them switched, for the rest of the process. So functions that switch them are entry points, too, of
+    a module or a piece of the loss at a time.
     Callbacks of weak references are no place for a section: what is raised before it begins is discarded by Python. They are
     functions of C, which run no handlers. Where one has to be more (watch.py), it looks out for what is raised itself.
 """
 
+import functools
 import importlib
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Any, TypeVar, cast
 
 # What the module `signal` wraps: signal.signal() turns its arguments into enums and back, which takes twenty times as long.
 _signal = importlib.import_module("_signal")
@@ -28,6 +32,7 @@ _SIGNALS = tuple(
     if hasattr(signal, name)
 )
 _Handler = Callable[[int, FrameType | None], object]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Held:
@@ -81,22 +86,43 @@ class _Deferral:
         self._depth = 0
         self._held: _Held | None = None
 
+    def __call__(self, function: _Function) -> _Function:
+        """An entry point: ``function`` in a section of its own, unless one is on or the thread is another."""
+
+        @functools.wraps(function)
+        def entry_point(*args: Any, **kwargs: Any) -> Any:
+            if self._depth or threading.get_ident() != threading.main_thread().ident:
+                return function(*args, **kwargs)
+            self._enter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._leave()
+
+        return cast(_Function, entry_point)
+
     def __enter__(self) -> None:
         if threading.get_ident() == threading.main_thread().ident:
-            if self._depth == 0:
-                self._begin()
-            self._depth += 1
+            self._enter()
 
     def __exit__(self, *_: object) -> None:
         if threading.get_ident() == threading.main_thread().ident:
-            self._depth -= 1
-            held = self._held
-            if self._depth == 0 and held is not None:
-                # Not deeper in calls than the beginning was: at the limit of recursion, what was taken can be put back.
-                try:
-                    held.give_back()
-                finally:
-                    self._held = held.outer
+            self._leave()
+
+    def _enter(self) -> None:
+        if self._depth == 0:
+            self._begin()
+        self._depth += 1
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        held = self._held
+        if self._depth == 0 and held is not None:
+            # Not deeper in calls than the beginning was: at the limit of recursion, what was taken can be put back.
+            try:
+                held.give_back()
+            finally:
+                self._held = held.outer
 
     @property
     def is_on(self) -> bool:

@@ -462,13 +462,13 @@ class OffloadSession:
         if self._storage.stops:
             self.must_stop = any(self.ranks.gather(self._storage.must_stop))
 
+    @signals_deferred
     def _end_counters(self) -> None:
-        with signals_deferred:
-            if self._engine is not None:
-                self._engine.end_step()
-            else:
-                self.stats.end_step(0)  # which counts it
-            self._stepped = False
+        if self._engine is not None:
+            self._engine.end_step()
+        else:
+            self.stats.end_step(0)  # which counts it
+        self._stepped = False
 
     def optimizer_stepped(self) -> None:
         """An optimizer has stepped: the next forward belongs to another step. For loops that do not call :meth:`end_step`."""
@@ -499,13 +499,13 @@ class OffloadSession:
             self._watch.end()
             self._watch = None
         try:
-            with signals_deferred:  # until it waits for a drive
-                self._take_off()
+            self._take_off()
         finally:
             self._storage.wear.keep()
             self._storage.members.discard(self)
             self.ranks.close()
 
+    @signals_deferred  # until it waits for a drive
     def _take_off(self) -> None:
         engine, phases, model = self._engine, self._phases, self._model()
         self._engine = self._phases = None

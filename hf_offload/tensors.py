@@ -1,13 +1,15 @@
-"""What a tensor is made of: whether it has memory of its own, and how many bytes."""
+"""What kind of tensor one is: of which class, whether it has memory of its own, and how many bytes."""
 
 import math
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
+_ORDINARY = (Tensor, nn.Parameter, FakeTensor)
 _COMPRESSED = {
     torch.sparse_csr: ("values", "crow_indices", "col_indices"),
     torch.sparse_bsr: ("values", "crow_indices", "col_indices"),
@@ -40,16 +42,31 @@ def can_be_followed(tensor: Tensor) -> bool:
     return not is_lazy(tensor) and not tensor.is_inference()
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether bytes and strides describe ``tensor``, on whatever device: no Parameter, subclass, wrapper, or other layout."""
+def is_ordinary(kind: type) -> bool:
+    """Whether a class of tensors is PyTorch's own, without operations of its own. Those of a model that is only counted are
+    fake.
+    """
+    return kind in _ORDINARY
+
+
+def has_bytes(tensor: Tensor) -> bool:
+    """Whether strides over the bytes of a storage describe ``tensor``, on whatever device and of whatever class: not wrapper
+    subclasses, sparse, nested and quantised tensors, those of ``torch.func``, and those without a shape yet.
+    """
     return (
-        type(tensor) is Tensor
+        torch._C._has_storage(tensor)
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_quantized
         and not tensor._is_zerotensor()
         and not is_wrapped(tensor)
+        and (type(tensor) is Tensor or not (is_lazy(tensor) or hasattr(tensor, "__tensor_flatten__")))
     )
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is no Parameter and of no subclass, and :func:`has_bytes`."""
+    return type(tensor) is Tensor and has_bytes(tensor)
 
 
 def byte_span(tensor: Tensor) -> tuple[int, int]:

@@ -8,7 +8,6 @@ Note: when saved bytes are final
 """
 
 import logging
-import queue
 import threading
 import weakref
 from typing import Protocol
@@ -18,12 +17,11 @@ from torch import nn
 
 from hf_offload.engine.device import Device
 from hf_offload.engine.movers import HostMover
-from hf_offload.engine.prefetch import Prefetcher
-from hf_offload.engine.record import PackedView, Record
+from hf_offload.engine.prefetch import Prefetcher, Tape
+from hf_offload.engine.record import PackedView, Record, RecordIndex, root_of
 from hf_offload.engine.selection import WeightIndex, record_span
 from hf_offload.engine.staged import StagedMover
 from hf_offload.engine.stats import OffloadStats
-from hf_offload.engine.tape import Tape
 from hf_offload.engine.transfer import Transfer
 from hf_offload.interrupts import signals_deferred
 from hf_offload.plan import rules
@@ -88,9 +86,7 @@ class Engine:
         self.prefetch = Prefetcher(self.transfer)
         self.observer: Observer | None = None
         self._made_graph = False
-        # id of a storage's Python object -> records of that storage. The weak reference tells a reused id.
-        self._identities: dict[int, _Identity] = {}
-        self._dead_storages: queue.SimpleQueue[_Identity] = queue.SimpleQueue()
+        self._records = RecordIndex()
         self._nothing = torch.empty(0, device=device.torch_device)
         self._thread = _Thread()
         self._forward = 0
@@ -194,28 +190,29 @@ class Engine:
         if torch._C._get_dispatch_mode(_TRACING) is not None or self._device.is_capturing():
             # A replay would neither move it nor wait for it.
             return self._keep(tensor)
-        with signals_deferred, self._handling.of(ACTIVATIONS):
-            return self._pack_activation(tensor)
+        return self._pack_activation(tensor)
 
+    @signals_deferred
     def _pack_activation(self, tensor: torch.Tensor) -> Handle:
-        if self.prefetch.tape.in_backward:
-            self._begin_tape()
-        begin, end = byte_span(tensor)
-        if end - begin < self._min_bytes:
-            return self._keep(tensor)  # an expanded tensor is smaller than it looks
-        storage = tensor.untyped_storage()
-        record = self._find(tensor, storage, begin, end)
-        if record is not None:
-            # Also where this unit is to keep what it saves: a second hold would pin what the first unit moves.
-            self.stats.step.deduplicated_bytes += tensor.nbytes
-        else:
-            keep = self._tier_of.get(self.unit, self._default_tier) is None
-            if (keep and self._keeping is None) or storage.data_ptr() % _STORAGE_ALIGNMENT:
-                return self._keep(tensor)
-            record = self._new_record(tensor, storage, begin, end, keep)
-            if self.observer is not None:
-                self.observer.packed(record)
-        return PackedView(record, tensor, begin - record.start)
+        with self._handling.of(ACTIVATIONS):
+            if self.prefetch.tape.in_backward:
+                self._begin_tape()
+            begin, end = byte_span(tensor)
+            if end - begin < self._min_bytes:
+                return self._keep(tensor)  # an expanded tensor is smaller than it looks
+            storage = tensor.untyped_storage()
+            record = self._records.find(tensor, storage, begin, end, self._forward)
+            if record is not None:
+                # Also where this unit is to keep what it saves: a second hold would pin what the first unit moves.
+                self.stats.step.deduplicated_bytes += tensor.nbytes
+            else:
+                keep = self._tier_of.get(self.unit, self._default_tier) is None
+                if (keep and self._keeping is None) or storage.data_ptr() % _STORAGE_ALIGNMENT:
+                    return self._keep(tensor)
+                record = self._new_record(tensor, storage, begin, end, keep)
+                if self.observer is not None:
+                    self.observer.packed(record)
+            return PackedView(record, tensor, begin - record.start)
 
     @torch._disable_dynamo
     def unpack(self, handle: Handle) -> torch.Tensor:
@@ -226,32 +223,34 @@ class Engine:
             self._made_graph = True
         if not isinstance(handle, PackedView):
             return handle.unpack()
-        with signals_deferred, self._handling.of(ACTIVATIONS):
-            return self._unpack_view(handle)
+        return self._unpack_view(handle)
 
+    @signals_deferred
     def _unpack_view(self, handle: PackedView) -> torch.Tensor:
-        record = handle.record
-        version = record.probe._version
-        if version != record.version:
-            raise modified(version, record.version, str(handle.dtype), handle.size, record.unit)
-        is_first = not record.tape.in_backward
-        if is_first:
-            self._report_room(record.tape)
-        if self.observer is not None:
-            self.observer.asked(record)
-        self.prefetch.asked(record)
-        tensor = handle.view(*self.transfer.fetch(record))
-        self.transfer.reap()
-        self.prefetch.fill(record.tape)
-        if is_first:  # what is not needed early goes now: nothing is stored any more that would push it out
-            self.transfer.mover.advance(0)
-        self.transfer.evict_beyond(rules.consumed_bytes(self.prefetch.window(record.tape), record.tape.largest))
-        return tensor
+        with self._handling.of(ACTIVATIONS):
+            record = handle.record
+            version = record.probe._version
+            if version != record.version:
+                raise modified(version, record.version, str(handle.dtype), handle.size, record.unit)
+            is_first = not record.tape.in_backward
+            if is_first:
+                self._report_room(record.tape)
+            if self.observer is not None:
+                self.observer.asked(record)
+            self.prefetch.asked(record)
+            tensor = handle.view(*self.transfer.fetch(record))
+            self.transfer.reap()
+            self.prefetch.fill(record.tape)
+            if is_first:  # what is not needed early goes now: nothing is stored any more that would push it out
+                self.transfer.mover.advance(0)
+            self.transfer.evict_beyond(rules.consumed_bytes(self.prefetch.window(record.tape), record.tape.largest))
+            return tensor
 
+    @signals_deferred
     def operation_ended(self) -> None:
         """The operation that packed last in this thread has run: what it may have written to is final, and can be stored."""
         thread = self._thread
-        with signals_deferred, self._handling.of(ACTIVATIONS):
+        with self._handling.of(ACTIVATIONS):
             records, thread.unfinished = thread.unfinished, []
             for reference in records:
                 record = reference()
@@ -268,25 +267,6 @@ class Engine:
         self.prefetch.begin_tape()
         self._weights.refresh()
 
-    def _find(self, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int, end: int) -> Record | None:
-        identity = self._identities.get(id(storage))
-        if identity is None or identity() is not storage:
-            return None
-        root, version = _root(tensor), tensor._version
-        for reference in identity.records:
-            record = reference()
-            if (
-                record is not None
-                and record.version == version
-                and record.root() is root
-                and record.start <= begin
-                and end <= record.start + record.nbytes
-                # NumPy and other processes write to what needs no gradient without a new version.
-                and (record.forward == self._forward or tensor.requires_grad)
-            ):
-                return record
-        return None
-
     def _new_record(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int, end: int, keep: bool
     ) -> Record:
@@ -298,14 +278,15 @@ class Engine:
         buffer = whole_storage(tensor)
         if end - begin < whole:
             buffer = buffer[begin:end]
-        record = Record(buffer, probe, weakref.ref(_root(tensor)), begin, self.unit, self.transfer.finalized)
+        record = Record(buffer, probe, weakref.ref(root_of(tensor)), begin, self.unit, self.transfer.finalized)
         record.forward = self._forward
         del buffer
         if self._keeping is not None:
             keep = keep and self.prefetch.tape.may_keep(self.unit, record.nbytes, self._keeping)
             self.transfer.make_room(self._keeping.resident_bytes - record.nbytes, self._write_behind_bytes)
         self.transfer.adopt(record)
-        self._remember(storage, record)
+        with self.transfer.lock:
+            self._records.add(storage, record)
         stays = self.prefetch.packed(record, keep)
         if keep:
             self.stats.step.kept_bytes += record.nbytes
@@ -325,22 +306,6 @@ class Engine:
         else:
             # Only a unit that the plan names has a place of its own; others go wherever the tier has room first.
             self.transfer.store(record, self._write_behind_bytes, self._tier_of.get(record.unit))
-
-    def _remember(self, storage: torch.UntypedStorage, record: Record) -> None:
-        with self.transfer.lock:
-            while not self._dead_storages.empty():
-                dead = self._dead_storages.get()
-                if self._identities.get(dead.key) is dead:
-                    del self._identities[dead.key]
-            key = id(storage)
-            identity = self._identities.get(key)
-            if identity is None or identity() is not storage:
-                self._identities[key] = identity = _Identity(storage, self._dead_storages.put)
-                identity.key = key
-                identity.records = [weakref.ref(record)]
-            else:
-                identity.records = [other for other in identity.records if other() is not None]
-                identity.records.append(weakref.ref(record))
 
     def _report_room(self, tape: Tape) -> None:
         """Forward has ended: now it is known how many bytes it really saves. Say so once if they found no room."""
@@ -363,9 +328,8 @@ class Engine:
 
     def end_step(self) -> None:
         """Close the running step's statistics."""
-        with signals_deferred:
-            self.transfer.reap()
-            self.stats.end_step(self.transfer.ledger.resident_bytes)
+        self.transfer.reap()
+        self.stats.end_step(self.transfer.ledger.resident_bytes)
 
     def enter_thread(self) -> None:
         """Called first in a thread of the engine's own, which has no device yet."""
@@ -373,18 +337,9 @@ class Engine:
 
     def close(self) -> None:
         """Take in no more tensors. The tier stays open as long as graphs still need it."""
-        with signals_deferred:
-            if not self.closed:
-                self.closed = True
-                self.transfer.close_when_unused()
-
-
-class _Identity(weakref.ref[torch.UntypedStorage]):
-    """A storage, and the records of it. Its callback puts it on a queue (see record.py on why in C)."""
-
-    __slots__ = ("key", "records")
-    key: int
-    records: "list[weakref.ref[Record]]"
+        if not self.closed:
+            self.closed = True
+            self.transfer.close_when_unused()
 
 
 class _Thread(threading.local):
@@ -395,16 +350,6 @@ class _Thread(threading.local):
         self.backward = -1
         self.operation = -1  # autograd numbers its nodes, and an operation makes its own before it saves anything
         self.unfinished: list[weakref.ref[Record]] = []
-
-
-def _root(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose version counter ``tensor`` shares.
-
-    A storage can have several: the parts that ``unsafe_chunk`` gives (LSTM and GRU cells use it) count for themselves, and
-    the same number then means different bytes.
-    """
-    base = tensor._base
-    return tensor if base is None else base
 
 
 def _keep(tensor: torch.Tensor) -> KeptTensor:

@@ -51,16 +51,15 @@ class Phases:
         """Offload what this thread saves inside the ``with`` block."""
         depth = len(self._pushed)
         try:
-            with signals_deferred:
-                self._push(is_scope=True)
+            self._push(is_scope=True)
             yield
             self._engine.operation_ended()
         finally:
-            with signals_deferred:
-                self._unwind(depth)
+            self._unwind(depth)
 
     # -- by module hooks ----------------------------------------------------------------------------------------------
 
+    @signals_deferred
     def install(
         self,
         model: nn.Module,
@@ -72,11 +71,10 @@ class Phases:
         whether that is compiled; ``on_forward_end`` is called in the same thread when it has ended, unless by Ctrl-C.
         """
         self._on_forward, self._on_forward_end = on_forward, on_forward_end
-        with signals_deferred:
-            for name, module in {type(model).__name__: model, **units}.items():
-                root = module is model
-                self._handles.append(module.register_forward_pre_hook(_Enter(self, name, root), with_kwargs=True))
-                self._handles.append(module.register_forward_hook(_Leave(self, root), always_call=True))
+        for name, module in {type(model).__name__: model, **units}.items():
+            root = module is model
+            self._handles.append(module.register_forward_pre_hook(_Enter(self, name, root), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(_Leave(self, root), always_call=True))
 
     def remove(self) -> None:
         """Take every hook off the model and off this thread."""
@@ -97,6 +95,7 @@ class Phases:
         if self._on_forward is not None:
             self._on_forward(args, kwargs, compiled)
 
+    @signals_deferred
     def enter(self, unit: str, root: bool) -> None:
         """A module's forward begins in this thread."""
         if in_recompute():
@@ -107,12 +106,12 @@ class Phases:
         enters = not self._pushed or self._engine.backward != backward
         if enters and _in_others_hooks():
             return  # activation checkpointing, of this module or around the whole model: theirs must stay innermost
-        with signals_deferred:
-            if enters:
-                self._push()
-            self._units.append(self._engine.unit)
-            self._engine.unit = unit
+        if enters:
+            self._push()
+        self._units.append(self._engine.unit)
+        self._engine.unit = unit
 
+    @signals_deferred
     def leave(self, root: bool) -> None:
         """A module's forward ended, maybe by an exception."""
         if in_recompute():
@@ -121,12 +120,11 @@ class Phases:
             self._on_forward_end()
         if not self._units or self._engine.backward != torch._C._current_graph_task_id():
             return  # it was not entered
-        with signals_deferred:
-            self._engine.unit = self._units.pop()
-            if len(self._units) == self._pushed[-1].units:
-                if not self._pushed[-1].is_scope:
-                    self._unwind(len(self._pushed) - 1)
-                self._engine.operation_ended()
+        self._engine.unit = self._units.pop()
+        if len(self._units) == self._pushed[-1].units:
+            if not self._pushed[-1].is_scope:
+                self._unwind(len(self._pushed) - 1)
+            self._engine.operation_ended()
 
     # -- the thread's stack -------------------------------------------------------------------------------------------
 
@@ -142,6 +140,7 @@ class Phases:
             self._thread.units = []
         return self._thread.units
 
+    @signals_deferred
     def _push(self, is_scope: bool = False) -> None:
         hooks = None
         refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
@@ -154,23 +153,22 @@ class Phases:
         self._pushed.append(_Pushed(hooks, is_scope, self._engine.backward, len(self._units)))
         self._engine.backward = torch._C._current_graph_task_id()
 
+    @signals_deferred
     def _unwind(self, depth: int) -> None:
         """Leave all hooks above ``depth``. Those that are no longer on top of autograd's stack have been left already."""
-        with signals_deferred:
-            while len(self._pushed) > depth:
-                pushed = self._pushed.pop()
-                top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-                if pushed.hooks is not None and top is not None and top[0] is self._pack:
-                    pushed.hooks.__exit__()
-                self._engine.backward = pushed.backward
-                self._leave_units(pushed.units)
+        while len(self._pushed) > depth:
+            pushed = self._pushed.pop()
+            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if pushed.hooks is not None and top is not None and top[0] is self._pack:
+                pushed.hooks.__exit__()
+            self._engine.backward = pushed.backward
+            self._leave_units(pushed.units)
 
     def _unwind_forwards(self) -> None:
         """Leave what forwards inside of the innermost ``with`` block have entered: they have ended without their hooks."""
-        with signals_deferred:
-            scopes = [index for index, pushed in enumerate(self._pushed, 1) if pushed.is_scope]
-            self._unwind(max(scopes, default=0))
-            self._leave_units(self._pushed[-1].units if self._pushed else 0)
+        scopes = [index for index, pushed in enumerate(self._pushed, 1) if pushed.is_scope]
+        self._unwind(max(scopes, default=0))
+        self._leave_units(self._pushed[-1].units if self._pushed else 0)
 
     def _leave_units(self, count: int) -> None:
         """All but the outermost ``count``."""

@@ -12,6 +12,7 @@ Note: lifetimes
     a function of C: in one of Python, Ctrl-C could be raised, and would be discarded along with the rest of the callback.
 """
 
+import collections
 import enum
 import queue
 import threading
@@ -208,3 +209,139 @@ class PackedView:
         if self.neg:
             tensor = torch._neg_view(tensor)
         return tensor
+
+
+# -- records by storage, and in the order of events ----------------------------------------------------------------------
+
+
+class RecordIndex:
+    """Records by the storage whose bytes they have, so that views of one are moved once."""
+
+    def __init__(self) -> None:
+        # id of a storage's Python object -> records of that storage. The weak reference tells a reused id.
+        self._identities: dict[int, _Identity] = {}
+        self._dead_storages: queue.SimpleQueue[_Identity] = queue.SimpleQueue()
+
+    def find(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int, end: int, forward: int
+    ) -> Record | None:
+        """The record that has the bytes from ``begin`` to ``end`` of the storage of ``tensor``, saved in this ``forward``."""
+        identity = self._identities.get(id(storage))
+        if identity is None or identity() is not storage:
+            return None
+        root, version = root_of(tensor), tensor._version
+        for reference in identity.records:
+            record = reference()
+            if (
+                record is not None
+                and record.version == version
+                and record.root() is root
+                and record.start <= begin
+                and end <= record.start + record.nbytes
+                # NumPy and other processes write to what needs no gradient without a new version.
+                and (record.forward == forward or tensor.requires_grad)
+            ):
+                return record
+        return None
+
+    def add(self, storage: torch.UntypedStorage, record: Record) -> None:
+        """``record`` has bytes of this storage. Called under a lock."""
+        while not self._dead_storages.empty():
+            dead = self._dead_storages.get()
+            if self._identities.get(dead.key) is dead:
+                del self._identities[dead.key]
+        key = id(storage)
+        identity = self._identities.get(key)
+        if identity is None or identity() is not storage:
+            self._identities[key] = identity = _Identity(storage, self._dead_storages.put)
+            identity.key = key
+            identity.records = [weakref.ref(record)]
+        else:
+            identity.records = [other for other in identity.records if other() is not None]
+            identity.records.append(weakref.ref(record))
+
+
+class _Identity(weakref.ref[torch.UntypedStorage]):
+    """A storage, and the records of it. Its callback, a function of C, puts it on a queue."""
+
+    __slots__ = ("key", "records")
+    key: int
+    records: list[weakref.ref[Record]]
+
+
+def root_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose version counter ``tensor`` shares.
+
+    A storage can have several: the parts that ``unsafe_chunk`` gives (LSTM and GRU cells use it) count for themselves, and
+    the same number then means different bytes.
+    """
+    base = tensor._base
+    return tensor if base is None else base
+
+
+class WritesInFlight:
+    """Writes that have begun and not ended, in their order; ``nbytes`` is how much they write. Changed under ``lock``."""
+
+    def __init__(self, lock: "threading.RLock"):
+        self.nbytes = 0
+        self._lock = lock
+        self._ends: collections.deque[Settling] = collections.deque()
+
+    def begin(self, end: Settling, nbytes: int) -> None:
+        """Another one."""
+        self.nbytes += nbytes
+        self._forget_ended()
+        self._ends.append(end)
+
+    def oldest(self) -> Settling | None:
+        """The end of the oldest of them."""
+        with self._lock:
+            self._forget_ended()
+            return self._ends[0] if self._ends else None
+
+    def _forget_ended(self) -> None:
+        while self._ends and self._ends[0].done():
+            self._ends.popleft()
+
+
+class ConsumedCopies:
+    """Records whose bytes are in memory although backward has used them and the graph still holds them, oldest first: under
+    retain_graph and double backward every access unpacks again, so they would pile up.
+    """
+
+    def __init__(self) -> None:
+        self._references: collections.OrderedDict[int, weakref.ref[Record]] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+    def add(self, record: Record) -> None:
+        """Backward has used ``record``."""
+        known = self._references.get(id(record))
+        if known is None or known() is not record:  # an id is used again
+            self._references[id(record)] = weakref.ref(record)
+
+    def forget(self, key: int) -> None:
+        """The record with that id is gone."""
+        known = self._references.get(key)
+        if known is not None and known() is None:  # else the id is used again already
+            del self._references[key]
+
+    def beyond(self, limit_bytes: int) -> list[Record]:
+        """Take out the oldest, until the others have at most ``limit_bytes``."""
+        held = []
+        for key, reference in list(self._references.items()):
+            record = reference()
+            if record is None or record.buffer is None or id(record) != key:
+                del self._references[key]
+            elif record.state in (State.LOADED, State.STORED):
+                held.append(record)
+        excess = sum(record.nbytes for record in held) - limit_bytes
+        taken: list[Record] = []
+        for record in held:
+            if excess <= 0:
+                break
+            excess -= record.nbytes
+            del self._references[id(record)]
+            taken.append(record)
+        return taken

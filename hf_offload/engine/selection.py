@@ -4,9 +4,8 @@ import weakref
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_offload.tensors import is_wrapped
+from hf_offload.tensors import has_bytes, is_ordinary
 
 # A weight reaches autograd through these when a layer or autocast reshaped or cast it first.
 _VIEW_NODES = frozenset(
@@ -17,8 +16,6 @@ _MAX_VIEW_NODES = 4
 _SPAN_SHARE = 0.5
 # Spans begin on this boundary, so that a copy can have the original's address modulo what kernels care about.
 _SPAN_ALIGNMENT = 512
-# Weights of a model that is only counted are fake.
-_PLAIN_TYPES = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
 class WeightIndex:
@@ -45,7 +42,7 @@ class WeightIndex:
             for tensor in tensors:
                 local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's shard
                 # torch.func puts tensors without a storage of their own in a parameter's place for a while.
-                if type(local) in _PLAIN_TYPES and local.layout is torch.strided and not is_wrapped(local):
+                if is_ordinary(type(local)) and has_bytes(local):
                     storage = local.untyped_storage()
                     found[id(storage)] = weakref.ref(storage)
         self._storages = found

@@ -28,10 +28,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_offload.engine.chunks import ChunkedSlot, ChunkedTransfer, chunks_of
 from hf_offload.engine.device import Device, Event, Stream
 from hf_offload.engine.movers import Mover
-from hf_offload.engine.ring import PinnedRing
+from hf_offload.engine.ring import ChunkedSlot, ChunkedTransfer, PinnedRing, chunks_of
 from hf_offload.plan import rules
 from hf_offload.storage.tier import Slot, Tier
 from hf_offload.storage.workers import WorkerPool

@@ -18,12 +18,10 @@ from typing import Any
 
 import torch
 
-from hf_offload.engine.consumed import ConsumedCopies
 from hf_offload.engine.device import Device
 from hf_offload.engine.movers import Mover
-from hf_offload.engine.record import Cleanup, Record, Settling, State
+from hf_offload.engine.record import Cleanup, ConsumedCopies, Record, Settling, State, WritesInFlight
 from hf_offload.engine.stats import OffloadStats
-from hf_offload.engine.writes import WritesInFlight
 from hf_offload.errors import OffloadError, StandstillError, StorageError, TierFullError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.plan.rules import Ledger, holds_forward
@@ -340,14 +338,14 @@ class Transfer:
 
     # -- accounts -----------------------------------------------------------------------------------------------------
 
+    @signals_deferred
     def reap(self) -> None:
         """Carry out what finalizers left to do: free slots, cancel stores that are not needed, correct the counts."""
         while not self._outlived and not self.finalized.empty():
-            with signals_deferred:
-                try:
-                    self._clean_up(self.finalized.get_nowait())
-                except queue.Empty:
-                    break
+            try:
+                self._clean_up(self.finalized.get_nowait())
+            except queue.Empty:
+                break
         self.mover.advance()
 
     def _clean_up(self, cleanup: Cleanup) -> None:

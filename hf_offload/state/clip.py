@@ -14,6 +14,7 @@ from hf_offload.state.gradients import gradient_of, norm_of, parked_gradient, sc
 from hf_offload.state.step import Trained
 
 
+@signals_deferred  # all gradients are scaled, or none
 def clip_parked(
     parameters: Iterable[nn.Parameter],
     max_norm: float,
@@ -27,7 +28,7 @@ def clip_parked(
     Raises :class:`~hf_offload.errors.OffloadError` if these were to be scaled.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
-    with signals_deferred, torch.no_grad():  # all gradients are scaled, or none
+    with torch.no_grad():
         found: list[Tensor | Trained] = []
         norms: list[tuple[Tensor, torch.dtype]] = []
         for parameter in parameters:

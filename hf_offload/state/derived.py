@@ -128,31 +128,30 @@ class ParkedWeight(Parked):
         if self.where is not Where.HERE or storage is None:
             return False
         self.wait_until_written()  # which may find that it has to stay
-        with signals_deferred:
-            if not self._reserve(storage):
-                return False
-            assert self.slot is not None
-            self._copy = self.store.new_slab(self.nbytes)
-            self._copy.content[: self.nbytes].copy_(bytes_of(storage))
-            self._note_written(digest_of(storage), self._copy)
-            self._write = self.store.write(self.slot.slot, self._copy, 0, self._written)
+        if not self._reserve(storage):
+            return False
+        assert self.slot is not None
+        self._copy = self.store.new_slab(self.nbytes)
+        self._copy.content[: self.nbytes].copy_(bytes_of(storage))
+        self._note_written(digest_of(storage), self._copy)
+        self._write = self.store.write(self.slot.slot, self._copy, 0, self._written)
         self.store.throttle()
         return True
 
+    @signals_deferred
     def restore(self) -> bool:
         """Let memory have the value of the slot again. False if there is none."""
         storage = self._storage()
         self.wait_until_written()
         if storage is None or self.slot is None or self.where is not Where.HERE:
             return False
-        with signals_deferred:
-            slab = self.store.new_slab(self.nbytes)
-            read = self.store.read(self.slot.slot, slab, 0, urgent=True)
-            self.store.wait(read)
-            self.check_read(read)
-            bytes_of(storage).copy_(slab.content[: self.nbytes])
-            self.store.recycle(slab)
-            self.version, self._derived_digest, self._is_clean = self.present_version(), None, True
+        slab = self.store.new_slab(self.nbytes)
+        read = self.store.read(self.slot.slot, slab, 0, urgent=True)
+        self.store.wait(read)
+        self.check_read(read)
+        bytes_of(storage).copy_(slab.content[: self.nbytes])
+        self.store.recycle(slab)
+        self.version, self._derived_digest, self._is_clean = self.present_version(), None, True
         return True
 
     def is_derivable(self) -> bool:

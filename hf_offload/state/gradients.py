@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn.utils.clip_grad import _has_foreach_support
 from torch.utils.hooks import RemovableHandle
 
-from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard
 from hf_offload.state.contexts import outside
 from hf_offload.state.parked import Parked
@@ -37,16 +36,15 @@ class ParkedGradient(Parked):
             guard.put(gradient, self)
 
     def settle(self, unseen: bool) -> None:
-        with signals_deferred:
-            if self.factors or not self.on_host:
-                self.come()  # or raise, and have all factors still
-            factors, self.factors, self.norm = self.factors, (), None
-            tensors = self.tensors
-            for gradient in tensors:
-                guard.lift(gradient, self)
-            with outside():
-                for gradient in tensors[:1]:  # all of them have the same memory
-                    scaled(gradient, factors)
+        if self.factors or not self.on_host:
+            self.come()  # or raise, and have all factors still
+        factors, self.factors, self.norm = self.factors, (), None
+        tensors = self.tensors
+        for gradient in tensors:
+            guard.lift(gradient, self)
+        with outside():
+            for gradient in tensors[:1]:  # all of them have the same memory
+                scaled(gradient, factors)
         if unseen:
             self.doubt()
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from hf_offload.interrupts import signals_deferred
+
 _SAVING = nn.Module._save_to_state_dict.__code__
 _DEBTS = "_hf_offload_debts"  # an attribute of the tensor: copies and pickles settle first, and have none
 
@@ -182,6 +184,7 @@ def own_class(tensor: Any) -> type:
     return type(tensor).__mro__[2] if isinstance(tensor, Guarded) else type(tensor)
 
 
+@signals_deferred
 def settle(tensors: Any, unseen: bool = False) -> None:
     """Let none of ``tensors`` owe anything."""
     for tensor in tensors:

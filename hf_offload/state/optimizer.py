@@ -39,9 +39,10 @@ def streaming_of(optimizer: Any) -> Streaming | None:
         return None
 
 
+@signals_deferred
 def _streamings() -> list[Streaming]:
-    with signals_deferred:  # an iteration that Ctrl-C ends keeps the dictionary from dropping optimizers that have gone
-        return list(_streamed.values())
+    # An iteration that Ctrl-C ends would keep the dictionary from dropping optimizers that have gone.
+    return list(_streamed.values())
 
 
 def clip_grad_norm_(

@@ -189,6 +189,7 @@ class Parked(guard.Debt):
 
     # -- leaving ----------------------------------------------------------------------------------------------------------
 
+    @signals_deferred
     def leave(self, writes: bool = False, must: bool = False) -> bool:
         """Begin to leave memory, and write what has changed; if it ``writes``, also what could be rebuilt. False if it
         stays; if it ``must`` not for want of room, :class:`~hf_offload.errors.TierFullError` is raised.
@@ -201,28 +202,27 @@ class Parked(guard.Debt):
         if storage is None or self._was_given_memory(storage):
             return False
         self.wait_until_written()  # which may find that it has to stay
-        with signals_deferred:
-            may_be_same = self._need_not_be_written(writes)
-            if may_be_same and self.on_host and not self._may_differ:
-                self.depart(storage)
-                return True
-            compares = self.compares or not self.on_host or self.store.storage.takes_digests
-            digest = digest_of(storage) if compares else b""
-            if may_be_same and digest and digest == self._expected_digest:
-                self.depart(storage)
-                return True
-            if not self._reserve(storage, must):
-                return False
-            slab = self._in_slab(storage)
-            self._note_written(digest, slab)
-            self._may_differ = self.on_host
-            self._slab, self.where = slab, Where.LEAVING
-            registry.note_on_the_way(self)
-            registry.tell(storage)
-            if not self.on_host:
-                self._empty(storage)
-            assert self.slot is not None
-            self._write = self.store.write(self.slot.slot, slab, 0, self._written)
+        may_be_same = self._need_not_be_written(writes)
+        if may_be_same and self.on_host and not self._may_differ:
+            self.depart(storage)
+            return True
+        compares = self.compares or not self.on_host or self.store.storage.takes_digests
+        digest = digest_of(storage) if compares else b""
+        if may_be_same and digest and digest == self._expected_digest:
+            self.depart(storage)
+            return True
+        if not self._reserve(storage, must):
+            return False
+        slab = self._in_slab(storage)
+        self._note_written(digest, slab)
+        self._may_differ = self.on_host
+        self._slab, self.where = slab, Where.LEAVING
+        registry.note_on_the_way(self)
+        registry.tell(storage)
+        if not self.on_host:
+            self._empty(storage)
+        assert self.slot is not None
+        self._write = self.store.write(self.slot.slot, slab, 0, self._written)
         return True
 
     def let_go(self) -> bool:
@@ -427,6 +427,7 @@ class Parked(guard.Debt):
         if self.can_be_read_in_parts and self._read is None and not (self.parts.are_written or self._is_pinned):
             self._begin_read(urgent=True)
 
+    @signals_deferred
     def come(self) -> None:
         """Be in memory. On a CPU, it stays where it is while others have its address.
 
@@ -447,23 +448,22 @@ class Parked(guard.Debt):
             return
         slab = self._slab if self.where is Where.LEAVING else self._loaded(storage)
         assert slab is not None
-        with signals_deferred:
-            if self.on_host:
-                self._point(storage, slab.storage(self.nbytes))
-                self._slab = slab
-            else:
-                content = slab.content[: self.nbytes].to(self._device)
-                self._stream = torch.accelerator.current_stream(self._device)
-                self._point(storage, content.untyped_storage())
-                if self._write is None:
-                    self.store.recycle(slab)
-                    self._slab = None
-            self.free_former()
-            self.parts.rescued.clear()
-            self.where, self._is_private = Where.HERE, False
-            self.version = self.present_version()
-            for tensor in self.tensors:
-                guard.lift(tensor, self)
+        if self.on_host:
+            self._point(storage, slab.storage(self.nbytes))
+            self._slab = slab
+        else:
+            content = slab.content[: self.nbytes].to(self._device)
+            self._stream = torch.accelerator.current_stream(self._device)
+            self._point(storage, content.untyped_storage())
+            if self._write is None:
+                self.store.recycle(slab)
+                self._slab = None
+        self.free_former()
+        self.parts.rescued.clear()
+        self.where, self._is_private = Where.HERE, False
+        self.version = self.present_version()
+        for tensor in self.tensors:
+            guard.lift(tensor, self)
 
     def settle(self, unseen: bool) -> None:
         """See :class:`~hf_offload.state.guard.Debt`."""
@@ -525,12 +525,11 @@ class Parked(guard.Debt):
 
     def _begin_read(self, urgent: bool) -> tuple[Slab, Future[None]]:
         assert self.slot is not None
-        with signals_deferred:
-            slab = self.store.new_slab(self.nbytes)
-            self._read_version = self.present_version()
-            self._read = slab, self.store.read(self.slot.slot, slab, 0, urgent)
-            registry.note_on_the_way(self)
-            return self._read
+        slab = self.store.new_slab(self.nbytes)
+        self._read_version = self.present_version()
+        self._read = slab, self.store.read(self.slot.slot, slab, 0, urgent)
+        registry.note_on_the_way(self)
+        return self._read
 
     def check_read(self, read: "Future[None]") -> None:
         """Raise :class:`~hf_offload.errors.StorageError` if a read that has ended has failed."""

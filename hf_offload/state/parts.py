@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
-from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard, registry
 from hf_offload.state.storages import bytes_of
 from hf_offload.storage.store import HeldSlot, Slab, whole_pages
@@ -93,11 +92,10 @@ class Parts(guard.Debt):
     def _begin(self, begin: int, nbytes: int, urgent: bool) -> tuple[Slab, Future[None]]:
         parked = self._parked
         assert parked.slot is not None
-        with signals_deferred:
-            slab = parked.store.new_slab(nbytes)
-            self._reads[begin] = slab, parked.store.read(parked.slot.slot, slab, begin, urgent)
-            registry.note_on_the_way(parked)
-            return self._reads[begin]
+        slab = parked.store.new_slab(nbytes)
+        self._reads[begin] = slab, parked.store.read(parked.slot.slot, slab, begin, urgent)
+        registry.note_on_the_way(parked)
+        return self._reads[begin]
 
     def begin(self, slot: Slot, storage: torch.UntypedStorage) -> None:
         """What is written goes to ``slot``, which is the storage's when all parts were stored."""
@@ -110,34 +108,32 @@ class Parts(guard.Debt):
         if storage is None:
             return
         parked.drop_read()
-        with signals_deferred:
-            if self._target is None and parked.takes_another_slot:
-                slot = parked.store.try_reserve(whole_pages(parked.nbytes))
-                if slot is None:  # all of it stays in memory
-                    parked.bring_for_good()
-                    end = min(begin + slab.nbytes, parked.nbytes)
-                    bytes_of(storage)[begin:end].copy_(slab.content[: end - begin])
-                    parked.store.recycle(slab)
-                    return
-                self.begin(slot, storage)
-            target = self._target or parked.slot
-            assert target is not None
-            self._is_open = True
-            parked.note_part()
-            if parked.store.storage.takes_digests and not parked.on_host:
+        if self._target is None and parked.takes_another_slot:
+            slot = parked.store.try_reserve(whole_pages(parked.nbytes))
+            if slot is None:  # all of it stays in memory
+                parked.bring_for_good()
                 end = min(begin + slab.nbytes, parked.nbytes)
-                self._digests[begin, end] = xxhash.xxh3_128_digest(slab.memory[: end - begin])
-            future = parked.store.write(target.slot, slab, begin, lambda: parked.parts._written(begin))
-            self._writes[begin] = slab, future
+                bytes_of(storage)[begin:end].copy_(slab.content[: end - begin])
+                parked.store.recycle(slab)
+                return
+            self.begin(slot, storage)
+        target = self._target or parked.slot
+        assert target is not None
+        self._is_open = True
+        parked.note_part()
+        if parked.store.storage.takes_digests and not parked.on_host:
+            end = min(begin + slab.nbytes, parked.nbytes)
+            self._digests[begin, end] = xxhash.xxh3_128_digest(slab.memory[: end - begin])
+        future = parked.store.write(target.slot, slab, begin, lambda: parked.parts._written(begin))
+        self._writes[begin] = slab, future
 
     def end(self) -> None:
         """All parts were stored."""
-        with signals_deferred:
-            is_known = sum(last - first for first, last in self._digests) == self._parked.nbytes
-            self._parked.take_parts(self._target, self._digests if is_known else {})
-            self._slot_changed = self._slot_changed or self._target is not None
-            self._target, self._digests, self._is_open = None, {}, False
-            self._ended()
+        is_known = sum(last - first for first, last in self._digests) == self._parked.nbytes
+        self._parked.take_parts(self._target, self._digests if is_known else {})
+        self._slot_changed = self._slot_changed or self._target is not None
+        self._target, self._digests, self._is_open = None, {}, False
+        self._ended()
 
     def _written(self, begin: int) -> None:
         slab, future = self._writes.pop(begin, (None, None))

@@ -50,6 +50,7 @@ class SavedWeight:
             self.conj, self.neg = tensor.is_conj(), tensor.is_neg()
         self.units, self.unit = units, unit
 
+    @signals_deferred
     def unpack(self) -> Tensor:
         """What was saved, in memory.
 
@@ -58,14 +59,13 @@ class SavedWeight:
         """
         if self._counter._version != self.version:
             raise modified(self._counter._version, self.version, str(self.dtype), self.size, "a weight")
-        with signals_deferred:
-            _in_use.hold(self.units, self.unit)
-            storage = self._holder.storage
-            tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
-            tensor.set_(storage, self.offset, self.size, self.stride)
-            if self.conj:
-                tensor = torch._conj(tensor)
-            return torch._neg_view(tensor) if self.neg else tensor
+        _in_use.hold(self.units, self.unit)
+        storage = self._holder.storage
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.offset, self.size, self.stride)
+        if self.conj:
+            tensor = torch._conj(tensor)
+        return torch._neg_view(tensor) if self.neg else tensor
 
 
 def saved_weight(tensor: Tensor) -> SavedWeight | None:
@@ -105,11 +105,11 @@ class _InUse(threading.local):
         self._units.append(unit)
 
 
+@signals_deferred
 def _release(units: list[Unit]) -> None:
     """The operation is over, or all of backward."""
-    with signals_deferred:
-        while units:
-            units.pop().uses -= 1
+    while units:
+        units.pop().uses -= 1
 
 
 _in_use = _InUse()
@@ -166,6 +166,7 @@ class _Follow:
         while self._thread.entered:
             self.leave()
 
+    @signals_deferred
     def enter(self, module: nn.Module, args: Any) -> None:
         if torch._C._current_graph_task_id() == -1:
             self._unwind()
@@ -176,17 +177,16 @@ class _Follow:
         if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             self._thread.entered.append(None)  # those of an engine save weights, too; checkpointing's must be innermost
             return
-        with signals_deferred:
-            hooks.__enter__()
-            self._thread.entered.append(hooks)
+        hooks.__enter__()
+        self._thread.entered.append(hooks)
 
+    @signals_deferred
     def leave(self, *_: Any) -> None:
         if self._thread.entered:
-            with signals_deferred:
-                hooks = self._thread.entered.pop()
-                top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-                if hooks is not None and top is not None and top[0] is pack:
-                    hooks.__exit__()
+            hooks = self._thread.entered.pop()
+            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if hooks is not None and top is not None and top[0] is pack:
+                hooks.__exit__()
 
 
 def follow_saved(model: nn.Module) -> _Follow:

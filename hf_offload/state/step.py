@@ -109,6 +109,7 @@ class Trained(guard.Debt):
         """Compute the update that is owed, if one is."""
         self.streaming.finish([self])
 
+    @signals_deferred
     def read_ahead(self, update: Update | None = None, part: int = 0) -> bool:
         """Begin to read what its update needs, or this ``part`` of it; false if the window has no room."""
         if update is None and (self.is_read or not (self.update or self.streaming.in_backward)):
@@ -257,10 +258,11 @@ class Streaming:
         """Whether its state and gradients leave memory now."""
         return self.trained_of(parameter) is not None and id(parameter) not in self._updates.staying
 
+    @signals_deferred
     def let_stay(self, parameters: Iterable[Tensor]) -> None:
         """State and gradients of these are in memory from now on, and those of all others leave it again. Between steps."""
         wanted = {id(parameter) for parameter in parameters}
-        with self._section(), signals_deferred:
+        with self._section():
             for trained in self.records:
                 parameter = trained.parameter_ref()
                 assert parameter is not None
@@ -382,24 +384,24 @@ class Streaming:
         group, number = _group_of(optimizer, parameter)
         options = options_of(group)
         context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
-        with signals_deferred:
-            norm = norm_of(gradient, 2.0)
-            trained.update = Update(self.state, context, {**options, **names_of(group, [number])}, gradient)
-            set_gradient(parameter, None)
-            self.finish([trained])
-            trained.spent_norm, trained.spent_options = norm, options
-            guard.put(parameter, trained)
+        norm = norm_of(gradient, 2.0)
+        trained.update = Update(self.state, context, {**options, **names_of(group, [number])}, gradient)
+        set_gradient(parameter, None)
+        self.finish([trained])
+        trained.spent_norm, trained.spent_options = norm, options
+        guard.put(parameter, trained)
 
     # -- steps --------------------------------------------------------------------------------------------------------------
 
     @torch._disable_dynamo
+    @signals_deferred
     def step(self, optimizer: Optimizer) -> None:
         """One step of all parameters that have a gradient.
 
         Raises :class:`~hf_offload.errors.StorageError` if something cannot be read: the step can then be completed, or no
         parameter that is not complete can be used.
         """
-        with signals_deferred, self._section(), torch.no_grad(), stepping():
+        with self._section(), torch.no_grad(), stepping():
             self.finish()
             for debt in [debt for parameter in self.parameters() for debt in guard.debts_of(parameter)]:
                 if isinstance(debt, Trained):

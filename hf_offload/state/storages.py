@@ -5,9 +5,10 @@ import math
 import torch
 import xxhash
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_offload.state.contexts import unseen
-from hf_offload.tensors import has_storage, is_wrapped
+from hf_offload.tensors import has_bytes
 
 _DIGEST_WORDS = 1 << 20
 """How many words of an accelerator's memory are looked at at a time: more would take its memory."""
@@ -58,14 +59,8 @@ def _factors(count: int, device: torch.device) -> Tensor:
 
 
 def moves(tensor: Tensor) -> bool:
-    """Whether a tensor of this kind can leave memory: one with strides and bytes of its own. Wrapper subclasses, sparse,
-    nested and quantised tensors, and those of ``torch.func`` stay.
+    """Whether a tensor of this kind can leave memory: one whose bytes are there (:func:`~hf_offload.tensors.has_bytes`), and
+    whose changes a version counts.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        return (
-            has_storage(tensor)
-            and tensor.layout is torch.strided
-            and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested or tensor.is_inference())
-            and not is_wrapped(tensor)
-            and not hasattr(tensor, "__tensor_flatten__")
-        )
+        return has_bytes(tensor) and not (tensor.is_meta or tensor.is_inference() or isinstance(tensor, FakeTensor))

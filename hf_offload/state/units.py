@@ -200,11 +200,12 @@ class Units:
         self._handles.clear()
         self._in_fast_paths.clear()
 
+    @signals_deferred
     def _begin(self, module: nn.Module, args: Any) -> None:
         """A forward of the model begins."""
         if in_recompute():
             return
-        with signals_deferred, self._section(), self.lock:
+        with self._section(), self.lock:
             self._order.used(_BEGIN)
             pause()
             self.resume(begins=True)
@@ -218,14 +219,14 @@ class Units:
                 for _, _, handle in self._in_fast_paths:
                     handle.remove()  # with any hook inside, PyTorch computes in another way
 
+    @signals_deferred
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward of the model has ended."""
         if not in_recompute():
             self._in_fast_paths = [
                 (owner, hook, _again(owner, hook, handle)) for owner, hook, handle in self._in_fast_paths
             ]
-            with signals_deferred:
-                pause_all(self)
+            pause_all(self)
 
     def _loads(self, module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
         """Values are about to be loaded into the model."""

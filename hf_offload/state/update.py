@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hf_offload.errors import StorageError
@@ -17,6 +17,7 @@ from hf_offload.state.parked import Parked, empty_away
 from hf_offload.state.registry import can_move, parked_of
 from hf_offload.state.shadow import CUT_ELEMENTS, Shadow, captured
 from hf_offload.storage.store import Slab, Store
+from hf_offload.tensors import is_ordinary
 
 SMALLEST_STATE_BYTES = 4096
 """Smaller tensors of a state, such as counters, stay in memory."""
@@ -65,7 +66,7 @@ def state_tensors(state: Mapping[Any, Any], parameter: Tensor) -> list[Tensor]:
 
 def may_move(tensor: Tensor, smallest_bytes: int) -> bool:
     """Whether a gradient, or a tensor of a state, may leave memory."""
-    if guard.own_class(tensor) not in (Tensor, nn.Parameter) or tensor.requires_grad or tensor.nbytes < smallest_bytes:
+    if not is_ordinary(guard.own_class(tensor)) or tensor.requires_grad or tensor.nbytes < smallest_bytes:
         return False
     return can_move(tensor)
 

@@ -1,10 +1,23 @@
-"""Host buffers with a chosen address, so that direct I/O needs no staging copy."""
+"""Host buffers that tiers read and write: with a chosen address, so that direct I/O needs no staging copy; page-locked, so
+that a device copies by itself; and mapped, which are ranges of files as one piece of memory.
+"""
+
+import ctypes
+import functools
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 PAGE = 4096
 # Smaller blocks are cut from the heap, wherever there is room: to hit the address by chance is not worth the attempt.
 _LARGE_BYTES = 128 << 10
+
+_FIXED = 0x10
+_FAILED = ctypes.c_void_p(-1).value
 
 
 def empty_at_phase(nbytes: int, phase: int) -> torch.Tensor:
@@ -27,3 +40,67 @@ def empty_at_phase(nbytes: int, phase: int) -> torch.Tensor:
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of the tensor's storage, as a ``uint8`` buffer that shares it."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def pinned_empty(nbytes: int) -> torch.Tensor:
+    """A page-locked ``uint8`` buffer of exactly ``nbytes`` bytes. Raises RuntimeError if none is available.
+
+    PyTorch's allocator of pinned memory rounds each request up to a power of two, and locks the excess, too. On CUDA the
+    buffer is a mapping that is registered with the driver; other accelerators have no call for that.
+    """
+    if nbytes == 0 or not torch.cuda.is_available():
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=nbytes > 0)
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer = torch.frombuffer(mapping, dtype=torch.uint8)
+    runtime = torch.cuda.cudart()
+    address, portable = buffer.data_ptr(), 1  # for every device of the process
+    failure = runtime.cudaHostRegister(address, nbytes, portable)
+    if failure != runtime.cudaError.success:
+        raise RuntimeError(f"cudaHostRegister: {failure}")
+    # The mapping outlives the storage's Python object, which lives as long as the storage does.
+    weakref.finalize(buffer.untyped_storage(), _unregister, os.getpid(), torch.cuda.current_device(), address, mapping)
+    return buffer
+
+
+def _unregister(process: int, device: int, address: int, mapping: mmap.mmap) -> None:
+    if os.getpid() == process:  # a child of fork has no driver to tell
+        with torch.cuda.device(device):  # a thread without one would wake device 0
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def map_ranges(ranges: Sequence[tuple[int, int, int]], private: bool = False) -> torch.Tensor:
+    """``(descriptor, offset, nbytes)``, one behind the other, as a ``uint8`` tensor that starts on a page. All but the last
+    are whole pages.
+
+    The tensor shares the files' bytes with everybody else, unless it is ``private``: then what is written to it is seen there
+    alone. Raises ``OSError``.
+    """
+    total = sum(nbytes for _, _, nbytes in ranges)
+    length = -(-total // mmap.PAGESIZE) * mmap.PAGESIZE
+    if not length:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    address = _map(None, length, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    memory: Any = (ctypes.c_uint8 * total).from_address(address)
+    weakref.finalize(memory, _libc().munmap, address, length).atexit = False
+    sharing = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+    for descriptor, offset, nbytes in ranges:
+        _map(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, sharing | _FIXED, descriptor, offset)
+        address += nbytes
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _map(address: int | None, nbytes: int, access: int, flags: int, descriptor: int, offset: int) -> int:
+    found = _libc().mmap(address, nbytes, access, flags, descriptor, offset)
+    if found == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(found)
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return libc

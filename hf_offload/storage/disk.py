@@ -23,12 +23,11 @@ import torch
 from hf_offload.errors import OffloadConfigError, StorageError, WriteLimitError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.settings.sizes import format_bytes
-from hf_offload.storage.buffers import PAGE, empty_at_phase
+from hf_offload.storage.buffers import PAGE, empty_at_phase, map_ranges
 from hf_offload.storage.disk_io import DataFile
 from hf_offload.storage.disk_room import Piece, round_down
 from hf_offload.storage.forking import Gate, guard
 from hf_offload.storage.kept import KeptSlot
-from hf_offload.storage.mapping import map_ranges
 from hf_offload.storage.queued import QueuedSlot, QueuedTier, QueuedTransfer, memory
 from hf_offload.storage.service import ACTIVATIONS, RunStorage
 from hf_offload.storage.tier import Slot
@@ -147,21 +146,21 @@ class DiskTier(QueuedTier):
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
+    @signals_deferred
     def reserve(self, nbytes: int, place: str | None = None) -> DiskSlot:
         self._check_usable("reserve")
         room = self._room.round_up(nbytes)
-        with signals_deferred:
-            self._check_usable("reserve")
-            self._pay(nbytes)
-            try:
-                pieces = self._room.place(self._number, room, self.call_with_watchdog)
-            except BaseException:
-                self.storage.disk_writes.give(nbytes)
-                raise
-            self.stats.reserve(room)
-            where = ", ".join(f"{self._room.files[piece.file]} at offset {piece.offset}" for piece in pieces[:4])
-            where = where or "an empty slot"
-            return DiskSlot(nbytes, room_bytes=room, pieces=tuple(pieces), place=where, prepaid_bytes=nbytes)
+        self._check_usable("reserve")
+        self._pay(nbytes)
+        try:
+            pieces = self._room.place(self._number, room, self.call_with_watchdog)
+        except BaseException:
+            self.storage.disk_writes.give(nbytes)
+            raise
+        self.stats.reserve(room)
+        where = ", ".join(f"{self._room.files[piece.file]} at offset {piece.offset}" for piece in pieces[:4])
+        where = where or "an empty slot"
+        return DiskSlot(nbytes, room_bytes=room, pieces=tuple(pieces), place=where, prepaid_bytes=nbytes)
 
     def keep(self, slot: Slot) -> KeptSlot | None:
         assert isinstance(slot, DiskSlot)

@@ -1,12 +1,7 @@
-"""The host's memory: how much there is for this process, and page-locked pieces of it."""
+"""The host's memory: how much there is, for this process and of it."""
 
 import contextlib
-import mmap
-import os
-import weakref
 from pathlib import Path
-
-import torch
 
 RAM_SHARE = 0.6
 """Of the RAM that is available, what tiers take by default: the rest is left to data loaders, checkpoints and page cache."""
@@ -59,29 +54,3 @@ def default_ram_budget(processes: int) -> int | None:
     """
     available = ram_bytes()[1]
     return None if available is None else int(RAM_SHARE * available) // processes
-
-
-def pinned_empty(nbytes: int) -> torch.Tensor:
-    """A page-locked ``uint8`` buffer of exactly ``nbytes`` bytes. Raises RuntimeError if none is available.
-
-    PyTorch's allocator of pinned memory rounds each request up to a power of two, and locks the excess, too. On CUDA the
-    buffer is a mapping that is registered with the driver; other accelerators have no call for that.
-    """
-    if nbytes == 0 or not torch.cuda.is_available():
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=nbytes > 0)
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    buffer = torch.frombuffer(mapping, dtype=torch.uint8)
-    runtime = torch.cuda.cudart()
-    address, portable = buffer.data_ptr(), 1  # for every device of the process
-    failure = runtime.cudaHostRegister(address, nbytes, portable)
-    if failure != runtime.cudaError.success:
-        raise RuntimeError(f"cudaHostRegister: {failure}")
-    # The mapping outlives the storage's Python object, which lives as long as the storage does.
-    weakref.finalize(buffer.untyped_storage(), _unregister, os.getpid(), torch.cuda.current_device(), address, mapping)
-    return buffer
-
-
-def _unregister(process: int, device: int, address: int, mapping: mmap.mmap) -> None:
-    if os.getpid() == process:  # a child of fork has no driver to tell
-        with torch.cuda.device(device):  # a thread without one would wake device 0
-            torch.cuda.cudart().cudaHostUnregister(address)

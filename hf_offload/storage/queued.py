@@ -150,11 +150,12 @@ class QueuedTier(Tier):
     def read(self, slot: Slot, into: torch.Tensor, urgent: bool = False, begin: int = 0) -> "Future[None]":
         return self._submit("read", slot, into, urgent, begin)
 
+    @signals_deferred
     def free(self, slot: Slot) -> None:
         assert isinstance(slot, QueuedSlot)
         if os.getpid() != self._owner_pid:
             return
-        with signals_deferred, self._lock:
+        with self._lock:
             if not slot.freed:
                 slot.freed = True
                 if slot.pending == 0:
@@ -218,10 +219,10 @@ class QueuedTier(Tier):
                 f"The buffer has {buffer.numel()} bytes for those from {begin} on of a slot that was reserved for "
                 f"{slot.nbytes}: parts are whole pages, in memory, too."
             )
-        with signals_deferred:
-            self._begin(transfer, urgent)
+        self._begin(transfer, urgent)
         return transfer.future
 
+    @signals_deferred
     def _begin(self, transfer: QueuedTransfer, urgent: bool) -> None:
         kind, slot = transfer.kind, transfer.slot
         with self._lock:

@@ -17,9 +17,8 @@ from hf_offload.errors import OffloadConfigError, StorageError, TierFullError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.budgets import Budget
-from hf_offload.storage.buffers import PAGE, empty_at_phase
+from hf_offload.storage.buffers import PAGE, empty_at_phase, pinned_empty
 from hf_offload.storage.extents import Extents
-from hf_offload.storage.host_memory import pinned_empty
 from hf_offload.storage.queued import QueuedSlot, QueuedTier, QueuedTransfer, memory
 from hf_offload.storage.service import ACTIVATIONS, RunStorage
 from hf_offload.storage.tier import Slot
@@ -107,10 +106,11 @@ class RamTier(QueuedTier):
         """Host memory held, free room included."""
         return sum(arena.data.numel() for arena in self._arenas.values())
 
+    @signals_deferred
     def reserve(self, nbytes: int, place: str | None = None) -> RamSlot:
         self._check_usable("reserve")
         room = -(-nbytes // PAGE) * PAGE
-        with signals_deferred, self._lock:
+        with self._lock:
             self._check_usable("reserve")
             slot = RamSlot(nbytes, room_bytes=room)
             if room:

@@ -145,20 +145,18 @@ class Store:
         """Begin to write; ``ended`` is called by :meth:`collect` and by what waits, in the thread of the calls. What the tier
         refuses is a write that has failed.
         """
-        with signals_deferred:
-            try:
-                future = self.tier.write(slot, slab.content, begin)
-            except TierFullError as error:  # a write limit that is met
-                future = Future()
-                future.set_exception(error.with_traceback(None))
-            self._writing.append((future, slab.nbytes, ended))
+        try:
+            future = self.tier.write(slot, slab.content, begin)
+        except TierFullError as error:  # a write limit that is met
+            future = Future()
+            future.set_exception(error.with_traceback(None))
+        self._writing.append((future, slab.nbytes, ended))
         return future
 
     def read(self, slot: Slot, slab: Slab, begin: int, urgent: bool) -> "Future[None]":
         """Begin to read."""
-        with signals_deferred:
-            future = self.tier.read(slot, slab.content, urgent, begin)
-            self._reading[future] = slab.nbytes
+        future = self.tier.read(slot, slab.content, urgent, begin)
+        self._reading[future] = slab.nbytes
         return future
 
     def wait(self, future: "Future[None]") -> None:
@@ -173,17 +171,17 @@ class Store:
         ahead = sum(self._reading.values())
         return ahead == 0 or ahead + nbytes <= self.window_bytes // 2
 
+    @signals_deferred
     def collect(self) -> None:
         """Free the room of what has gone, and see to writes that have ended."""
-        with signals_deferred:
-            while self.dropped:
-                self.free(self.dropped.popleft())
-            for _ in range(len(self._writing)):
-                future, nbytes, ended = self._writing.popleft()
-                if future.done():
-                    ended()
-                else:
-                    self._writing.append((future, nbytes, ended))
+        while self.dropped:
+            self.free(self.dropped.popleft())
+        for _ in range(len(self._writing)):
+            future, nbytes, ended = self._writing.popleft()
+            if future.done():
+                ended()
+            else:
+                self._writing.append((future, nbytes, ended))
 
     def throttle(self) -> None:
         """Wait for the drive where too much is on its way to it."""

@@ -1,5 +1,5 @@
-"""What the backward of transformed operations needs: autocast as it was in forward, and an error where it is differentiated
-again.
+"""What the backward of transformed operations needs: autocast as it was in forward, no signal handler in the middle, and an
+error where it is differentiated again.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_offload.errors import SavedTensorModifiedError
+from hf_offload.interrupts import signals_deferred
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -43,10 +44,11 @@ _NOTE = (
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """As torch's ``once_differentiable``, which lets a second derivative be lost where the first gradient is a constant: a
-    second derivative through what ``backward`` returns is always an error.
+    second derivative through what ``backward`` returns is always an error. It is an entry point (``interrupts.py``).
     """
 
     @functools.wraps(backward)
+    @signals_deferred
     def without_graph(ctx: Any, *gradients: Any) -> Any:
         try:
             with torch.no_grad():

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_offload.interrupts import signals_deferred
 from hf_offload.transforms.backward import autocast_dtype, differentiable_once
 
 Product = Callable[[Tensor, tuple[Tensor, ...], bool], Tensor]
@@ -46,7 +45,7 @@ def _autocasts(inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: 
         return None, None
     of_weight = of_bias = None
     # Products without rows: what autograd saves for them is the copy, and no session shall look at it.
-    with signals_deferred, torch.autograd.graph.saved_tensors_hooks(_same, _same):
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same):
         if _has_copy(weight):
             rows = inputs.new_zeros((0, weight.shape[0] if transposed else weight.shape[1]), requires_grad=True)
             node: Any = (torch.mm(rows, weight) if transposed else torch.mm(weight, rows.t())).grad_fn
@@ -88,7 +87,7 @@ class _LinearOfPart(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
         of_inputs = of_weight = of_bias = None
-        with signals_deferred, torch.autocast(gradient.device.type, enabled=False):
+        with torch.autocast(gradient.device.type, enabled=False):
             rows = gradient.reshape(-1, gradient.shape[-1])
             if ctx.needs_input_grad[0]:
                 matrix = (weight.t() if ctx.transposed else weight).to(gradient.dtype)

@@ -449,7 +449,7 @@ def test_a_record_that_is_gone_cannot_be_found_again():
     with rig:
         y = (leaf(64, 64) * 2).sin().sum()
     rig.settle()
-    references = [reference for one in rig.engine._identities.values() for reference in one.records]
+    references = [reference for one in rig.engine._records._identities.values() for reference in one.records]
     assert all(reference() is not None for reference in references)
     found = []
 

@@ -3,8 +3,11 @@
 import gc
 import itertools
 import random
+import signal
 import sys
+import threading
 import time
+from pathlib import Path
 
 from hf_offload.errors import OffloadError
 from tests.faults.numbered_steps import STEPS, values_in_memory
@@ -13,6 +16,31 @@ from tests.helpers.package_threads import OurThreads
 from tests.helpers.streamed import same
 
 TIMEOUT_S = 60
+SIGNALS = 200
+
+
+class Moment:
+    """Sends Ctrl-C after ``delay_s``, wherever the main thread is then: in any instruction, or in a function of C."""
+
+    sent = True
+
+    def __init__(self, delay_s):
+        self._sender = threading.Thread(target=self._send, args=(delay_s, threading.get_ident()))
+
+    @staticmethod
+    def _send(delay_s, main):
+        time.sleep(delay_s)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    def __enter__(self):
+        self._sender.start()
+
+    def __exit__(self, *_):
+        self._sender.join()
+
+
+def open_files():
+    return set(Path("/proc/self/fd").iterdir())
 
 
 class Interrupted:
@@ -41,9 +69,13 @@ class Interrupted:
 
     def check(self, point):
         """Whether Ctrl-C was sent."""
+        return self.interrupt(Points(point), point)
+
+    def interrupt(self, profiler, point):
+        """Whether Ctrl-C was sent, at what is called ``point`` in messages."""
         training = self.training(self.folder)
         training.step(0)
-        profiler, noticed = Points(point), False
+        noticed = False
         try:
             self.run(training, profiler)
         except KeyboardInterrupt:
@@ -103,6 +135,27 @@ def check_some(interrupted, count):
     for _ in range(2):  # what weak references are called for leaves garbage of its own
         gc.collect()
     threads.join(TIMEOUT_S)
+
+
+def check_random(interrupted, count, seed=0):
+    """Ctrl-C at so many random moments of the step: none is lost, and no thread or file of ours is left."""
+    chance = random.Random(seed)
+    assert interrupted.interrupt(Moment(0), "the beginning")  # what is opened once stays open
+    gc.collect()
+    threads, files = OurThreads(), open_files()
+    training = interrupted.training(interrupted.folder)
+    training.step(0)
+    begin = time.perf_counter()
+    training.step(1)
+    step_s = time.perf_counter() - begin
+    del training
+    for number in range(count):
+        delay_s = chance.uniform(0, step_s)
+        assert interrupted.interrupt(Moment(delay_s), f"moment {number}, {1e3 * delay_s:.2f} ms")
+    for _ in range(2):
+        gc.collect()
+    threads.join(TIMEOUT_S)
+    assert open_files() <= files
 
 
 def check_all(interrupted):

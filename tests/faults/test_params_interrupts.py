@@ -10,7 +10,7 @@ from torch import nn
 from hf_offload.state import saved
 from hf_offload.state.optimizer import streaming_of
 from hf_offload.state.units import units_of
-from tests.faults.interrupted import Interrupted, check_all, check_some, used_bytes
+from tests.faults.interrupted import SIGNALS, Interrupted, check_all, check_random, check_some, used_bytes
 from tests.faults.numbered_steps import Training
 from tests.helpers.parked import leave_memory, parked
 
@@ -112,6 +112,13 @@ def test_an_array_that_is_made_after_ctrl_c_has_the_weight(phase, tmp_path):
         assert (array == expected).all()
         model(inputs)  # leaves what the interrupted one has entered
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["in_memory", "streamed", "in_backward"], indirect=True)  # evaluation's own loop has modes
+def test_two_hundred_ctrl_cs_at_random_moments_of_a_step_lose_no_weight(interrupted):
+    check_random(interrupted, SIGNALS)
 
 
 @pytest.mark.full

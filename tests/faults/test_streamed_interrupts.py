@@ -10,7 +10,7 @@ import weakref
 import pytest
 
 from hf_offload.state.optimizer import streaming_of
-from tests.faults.interrupted import Interrupted, check_all, check_some, used_bytes
+from tests.faults.interrupted import SIGNALS, Interrupted, check_all, check_random, check_some, used_bytes
 from tests.faults.numbered_steps import STREAMED, Training
 from tests.helpers.streamed import same
 
@@ -65,6 +65,12 @@ def interrupted(kind, tmp_path, no_collections):
 
 def test_ctrl_c_at_a_point_of_a_streamed_step_leaves_whole_steps_or_one_error(interrupted):
     check_some(interrupted, QUICK_POINTS)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_two_hundred_ctrl_cs_at_random_moments_of_a_streamed_step_leave_whole_steps_or_one_error(interrupted):
+    check_random(interrupted, SIGNALS)
 
 
 @pytest.mark.full

@@ -8,8 +8,8 @@ import torch
 from typer.testing import CliRunner
 
 from hf_offload.cli.main import app
-from hf_offload.storage import host_memory
-from hf_offload.storage.host_memory import pinned_empty
+from hf_offload.storage import buffers
+from hf_offload.storage.buffers import pinned_empty
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +38,7 @@ class _Runtime:
 def test_pinned_memory_has_its_size_and_is_given_back(nbytes, monkeypatch):
     torch.cuda.init()
     runtime = _Runtime(torch.cuda.cudart())
-    monkeypatch.setattr(host_memory.torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(buffers.torch.cuda, "cudart", lambda: runtime)
     buffer = pinned_empty(nbytes)
     assert buffer.is_pinned()
     assert buffer.untyped_storage().nbytes() == nbytes

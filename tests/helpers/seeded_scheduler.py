@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from unittest.mock import patch
 
-from hf_offload.engine import chunks, ring, staged, transfer
+from hf_offload.engine import ring, staged, transfer
 from tests.helpers import controlled_tier
 from tests.helpers.simulated_device import POISON
 
@@ -75,7 +75,7 @@ class Workers:
         with contextlib.ExitStack() as stack:
             for module in (staged, controlled_tier):
                 stack.enter_context(patch.object(module, "WorkerPool", Pool))
-            stack.enter_context(patch.object(chunks, "Future", Promise))
+            stack.enter_context(patch.object(ring, "Future", Promise))
             stack.enter_context(patch.object(staged, "PinnedRing", Ring))
             stack.enter_context(
                 patch.object(transfer.Transfer, "_wait_for", lambda _, future: self.wait_until(future.done))

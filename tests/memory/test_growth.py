@@ -58,7 +58,7 @@ def held(session) -> dict[str, int]:
         "file bytes": sum(os.fstat(file._buffered_fd).st_size for file in tier.files),
         "file descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
         "threads": threading.active_count(),
-        "identities": sum(each() is not None for each in engine._identities.values()),
+        "identities": sum(each() is not None for each in engine._records._identities.values()),
         "learned orders": len(engine.prefetch._learned),
         "records of the tape": len(engine.prefetch.tape.records),
         "consumed copies": len(transfer._consumed),

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.projected.optimizer import NO_SCALER, ProjectedAdamW
-from hf_offload.settings.load import collect_errors
+from hf_offload.optimizers.projected.optimizer import ProjectedAdamW
 
 
 class UpdateInBackward:
@@ -18,53 +17,25 @@ class UpdateInBackward:
     counts it) and ``scheduler.step()`` after that, as always: the bits are those of a run that updates in ``step()``.
     Saving and loading go through the optimizer, before backward or after ``step()``.
 
-    What needs all gradients at once, or the same parameter's twice, is refused by name
-    (:class:`~hf_offload.errors.OffloadConfigError`, all at once): pass what the run would use.
+    What needs all gradients at once, or the same parameter's twice, is left to the memory mode to refuse
+    (:meth:`~hf_offload.memory_modes.protocol.MemoryMode.conflicts`). Two backward passes without a ``step()`` in between, and
+    a scaler's ``step``, are refused when they happen. (GaLore alone could add up projected gradients, but not at a step that
+    computes a new projection; APOLLO's and FRUGAL's steps need the full gradient.)
 
-    Args:
-        max_grad_norm: Of clipping by the norm of all gradients.
-        accumulation_steps: Micro-batches a step. (GaLore alone could add up projected gradients, but not at a step that
-            computes a new projection; APOLLO's and FRUGAL's steps need the full gradient.)
-        scaler: A ``torch.amp.GradScaler``, which looks at all gradients before a step: train in bfloat16.
-
-    Two backward passes without a ``step()`` in between, and a scaler's ``step``, are refused when they happen.
-    Several processes are refused too: the gradient is not yet averaged over ranks when its parameter would be updated.
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for several processes, over which the gradient is not averaged yet
+    when its parameter would be updated, and for an optimizer that updates in backward already.
     """
 
-    def __init__(
-        self,
-        optimizer: ProjectedAdamW,
-        *,
-        max_grad_norm: float | None = None,
-        accumulation_steps: int = 1,
-        scaler: Any = None,
-    ):
-        with collect_errors("update in backward") as check:
-            with check:
-                if max_grad_norm:
-                    raise OffloadConfigError(
-                        f"max_grad_norm={max_grad_norm} needs all gradients at once, and update in backward has one at a "
-                        "time: set it to 0. (The step of Adam does not grow with the gradient.)"
-                    )
-            with check:
-                if accumulation_steps != 1:
-                    raise OffloadConfigError(
-                        f"gradient_accumulation_steps={accumulation_steps} adds up gradients, and update in backward drops "
-                        "them: set it to 1 and raise the batch size."
-                    )
-            with check:
-                if scaler is not None and scaler.is_enabled():
-                    raise OffloadConfigError(NO_SCALER)
-            with check:
-                distributed = torch.distributed
-                if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-                    raise OffloadConfigError(
-                        f"Update in backward takes a gradient before it is averaged over {distributed.get_world_size()} "
-                        "processes: use one process, or update in step()."
-                    )
-            with check:
-                if optimizer.in_backward:
-                    raise OffloadConfigError("This optimizer already updates in backward.")
+    def __init__(self, optimizer: ProjectedAdamW):
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            processes = torch.distributed.get_world_size()
+            if processes > 1:
+                raise OffloadConfigError(
+                    f"Update in backward takes a gradient before it is averaged over {processes} processes: use one process, "
+                    "or update in step()."
+                )
+        if optimizer.in_backward:
+            raise OffloadConfigError("This optimizer already updates in backward.")
         self._optimizer = optimizer
         self._updated: set[Tensor] = set()
         self._handles: list[Any] = [optimizer.register_step_post_hook(self._on_step)]

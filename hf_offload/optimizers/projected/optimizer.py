@@ -170,11 +170,12 @@ class ProjectedAdamW(Optimizer):
                     self.update(parameter, group)
         return loss
 
+    @signals_deferred
     @torch.no_grad()
     def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """One step of one parameter with its ``grad``, and the group's numbers as they are now."""
         # A step may be asked for under autocast, whose matrix products would be rounded.
-        with signals_deferred, torch.autocast(parameter.device.type, enabled=False):
+        with torch.autocast(parameter.device.type, enabled=False):
             self._update(parameter, group)
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:

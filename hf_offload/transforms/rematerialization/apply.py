@@ -1,6 +1,7 @@
 """Applying recompute of elementwise operations to a model, and removing it."""
 
 import logging
+import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -24,7 +25,6 @@ from hf_offload.transforms.rematerialization.modules import (
     RematerializedModule,
     SavedResult,
 )
-from hf_offload.transforms.rematerialization.norms import looks_like_norm, why_not_again
 from hf_offload.transforms.transform import Transform
 
 logger = logging.getLogger(__name__)
@@ -34,9 +34,11 @@ _EXACT = RecomputeElementwiseConfig((ALL_EXACT,))
 _ELEMENTWISE = (nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Hardswish)
 # Their backward needs the result, so it can stay; what dropout makes of it need not.
 _RESULT_KEPT = (nn.Tanh, nn.Sigmoid)
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
+_NAME_OF_NORM = re.compile(r"(RMS|Rms|Layer)_?Norm$|^(RMS|Rms|Layer)_?Norm")
 _LOOKS_FOR = {
     "activations": "activation functions that are modules; Tanh and Sigmoid, which save results, only with 'dropout'",
-    "norms": "LayerNorm and RMSNorm, torch's, and others of such names that give the same result twice",
+    "norms": "LayerNorm and RMSNorm of torch, and those of transformers",
     "dropout": "nn.Dropout with p above 0 and below 1",
     "derivative-8bit": "activation functions that are modules and save their input, which ReLU, Tanh and Sigmoid do not",
 }
@@ -46,8 +48,7 @@ class Rematerialization(Transform):
     """Makes modules of a model recompute in backward what they would save.
 
     ``left_alone`` is an output head that stays as it is: its input is saved by whatever computes the loss in pieces. With
-    ``by_choice``, it is what a plan chooses: norms are those of torch and transformers, since a user's class may read more
-    than its input, and modules are watched before it is switched on.
+    ``by_choice``, it is what a plan chooses: modules are watched before it is switched on.
     """
 
     def __init__(
@@ -60,9 +61,7 @@ class Rematerialization(Transform):
         super().__init__(model)
         self._config = config
         self._left_alone = (lambda: None) if left_alone is None else weakref.ref(left_alone)
-        self._left_out: dict[str, list[str]] = {}  # why -> which modules
         self._formulas = Formulas(watches=by_choice)
-        self._by_choice = by_choice
         self.rebuilds_inputs = False
         """Whether linear layers do not save inputs that can be recomputed."""
 
@@ -75,7 +74,6 @@ class Rematerialization(Transform):
         config = self._config
         if config is None or self.names:
             return
-        self._left_out.clear()
         found = {switch: list(self._found(switch)) for switch in SWITCHES if config.asks_for(switch)}
         idle = [switch for switch, modules in found.items() if not modules]
         if idle and (any(config.insists_on(switch) for switch in idle) or len(idle) == len(found)):
@@ -83,8 +81,6 @@ class Rematerialization(Transform):
         self._install(found)
         counts = ", ".join(f"{len(modules)} for {switch}" for switch, modules in found.items() if modules)
         logger.info("Modules that save less for backward: %s.", counts)
-        for why, names in self._left_out.items():
-            logger.warning("recompute_elementwise leaves out %d norms, such as %s. %s.", len(names), names[0], why)
         self.warn_if_checkpointed("recomputing elementwise operations saves")
 
     def switch(self, on: bool) -> None:
@@ -137,12 +133,8 @@ class Rematerialization(Transform):
         assert self._config is not None
         packs_masks = self._config.asks_for("dropout")
         for name, module in _own_forwards(self.model):
-            if switch == "norms" and looks_like_norm(module) and not (self._by_choice and _is_foreign(module)):
-                reason = why_not_again(module)
-                if reason is None:
-                    yield name, module, RecomputedRMSNorm if type(module) is nn.RMSNorm else RecomputedFunction
-                else:
-                    self._left_out.setdefault(f"{type(module).__name__}: {reason}", []).append(name)
+            if switch == "norms" and _is_norm(module):
+                yield name, module, RecomputedRMSNorm if type(module) is nn.RMSNorm else RecomputedFunction
             elif switch == "dropout" and type(module) is nn.Dropout and 0 < module.p < 1 and not module.inplace:
                 yield name, module, PackedDropoutModule
             elif switch == "activations" and packs_masks and type(module) in _RESULT_KEPT and not _in_place(module):
@@ -158,9 +150,8 @@ class Rematerialization(Transform):
         name = type(self.model).__name__
         kinds = sorted({type(module).__name__ for module in self.model.modules() if not list(module.children())})
         wanted = "; ".join(f"{switch!r} looks for {_LOOKS_FOR[switch]}" for switch in switches)
-        left_out = "".join(f" Left out: {why}." for why in self._left_out)
         modules = f"Modules of {name}: {', '.join(kinds)}."
-        return f"recompute_elementwise: {name} has nothing for a switch. {wanted}.{left_out} {modules}"
+        return f"recompute_elementwise: {name} has nothing for a switch. {wanted}. {modules}"
 
 
 class ElementwiseBlocks:
@@ -226,8 +217,17 @@ def _is_activation(module: nn.Module) -> bool:
     return own and not list(module.parameters())
 
 
-def _is_foreign(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] not in ("torch", "transformers")
+def _is_norm(module: nn.Module) -> bool:
+    """Whether ``module`` is one of torch's norms, or of transformers', whose families have copies of them in classes of their
+    own: all scale vectors of one length. Another class may do more than its name says.
+    """
+    kind = type(module)
+    if kind in _NORMS:
+        return True
+    if kind.__module__.partition(".")[0] != "transformers" or _NAME_OF_NORM.search(kind.__name__) is None:
+        return False
+    has_more = list(module.children()) or list(module.buffers())
+    return not has_more and all(one.dim() == 1 for one in module.parameters())
 
 
 def _in_place(module: nn.Module) -> bool:

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from hf_offload.engine.device import open_device
-from hf_offload.interrupts import signals_deferred
 from hf_offload.transforms.backward import autocast_as_now, differentiable_once
 from hf_offload.transforms.rematerialization.formulas import Formula, Formulas, as_it_is, hull_of, same
 
@@ -36,7 +35,7 @@ def recomputed(forward: Callable[[Tensor], Tensor], inputs: Tensor, parameters: 
     """
     originals = (inputs, *parameters)
     uses = _Uses(originals)
-    with signals_deferred, torch.no_grad(), uses:
+    with torch.no_grad(), uses:
         result = forward(inputs)
     run = _Run(forward, tuple(parameters), autocast_as_now(inputs.device), uses.order[::-1])
     return _Recomputed.apply([result], run, *(originals[which] for which in run.uses))
@@ -96,7 +95,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, *parameters = ctx.saved_tensors
         uses = _Uses((inputs, *ctx.run.parameters), (inputs, *parameters))
-        with signals_deferred, torch.enable_grad(), ctx.run.autocast(), uses:
+        with torch.enable_grad(), ctx.run.autocast(), uses:
             result = ctx.run.forward(inputs)
         needed = [leaf for leaf, needs in zip(reversed(uses.leaves), ctx.needs_input_grad[2:], strict=True) if needs]
         found = iter(torch.autograd.grad(result, needed, gradient, allow_unused=True))
@@ -235,7 +234,7 @@ def dropout_again(inputs: Tensor, probability: float) -> Callable[[Tensor, Tenso
 def _kernels_scale(device: torch.device, dtype: torch.dtype, probability: float) -> float | None:
     """By what the device's dropout multiplies; None if it does something else. Random numbers go on as before."""
     forked = torch.random.fork_rng(devices=[device.index], device_type=device.type)
-    with signals_deferred, _disable_current_modes(), torch.no_grad(), forked:
+    with _disable_current_modes(), torch.no_grad(), forked:
         values = _telling_values(dtype).to(device)
         result, mask = torch.native_dropout(values, probability, True)
         expected = result.cpu().view(torch.uint8)
@@ -353,7 +352,7 @@ class _CoarseActivation(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         leaf = inputs.detach().requires_grad_()
         # This graph ends here: outer hooks must not see what it saves.
-        with signals_deferred, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(same, same):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(same, same):
             result = forward(leaf)
             (derivative,) = torch.autograd.grad(result, leaf, torch.ones_like(result))
         ctx.save_for_backward(*to_codes(derivative))

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state.guard import own_class
 from hf_offload.surgery import ReplacedForward
-from hf_offload.tensors import are_transformed
+from hf_offload.tensors import are_transformed, is_ordinary
 from hf_offload.transforms.backward import autocast_as_now, autocast_dtype
 from hf_offload.transforms.linear_of_part import Part, linear_of_part
 from hf_offload.transforms.rematerialization.formulas import Formula, Formulas, hull_of, same
@@ -28,9 +28,6 @@ from hf_offload.transforms.rematerialization.functions import (
     packed_relu,
     recomputed,
 )
-
-# Tensors without operations of their own; plans are counted on fake ones.
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 class RematerializedModule(ReplacedForward):
@@ -48,8 +45,10 @@ class RematerializedModule(ReplacedForward):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _in_a_mode() or are_transformed():
             return self.own_forward(*args, **kwargs)
         if self.formulas.in_use:
-            return self.saving_less(*args, **kwargs)
-        return self.watched(*args, **kwargs) if self._is_to_be_watched(*args) else self.own_forward(*args, **kwargs)
+            return _run(self.saving_less, *args, **kwargs)
+        if self._is_to_be_watched(*args):
+            return _run(self.watched, *args, **kwargs)
+        return self.own_forward(*args, **kwargs)
 
     def _is_to_be_watched(self, first: Any = None, *others: Any) -> bool:
         has_data = isinstance(first, Tensor) and not isinstance(first, FakeTensor)
@@ -62,6 +61,12 @@ class RematerializedModule(ReplacedForward):
     @abstractmethod
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         """The same result, with the same saved, and a look at what :meth:`saving_less` would save: see :class:`Formulas`."""
+
+
+@signals_deferred
+def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What replaces a module's forward switches modes of PyTorch's."""
+    return forward(*args, **kwargs)
 
 
 def _in_a_mode() -> bool:
@@ -78,11 +83,11 @@ class ProductsInside(RematerializedModule):
     """The module around an activation function: products inside are recomputed where they would be saved."""
 
     def saving_less(self, *args: Any, **kwargs: Any) -> Any:
-        with signals_deferred, Products(self.formulas):
+        with Products(self.formulas):
             return self.own_forward(*args, **kwargs)
 
     def watched(self, *args: Any, **kwargs: Any) -> Any:
-        with signals_deferred, WatchedProducts(self.formulas):
+        with WatchedProducts(self.formulas):
             return self.own_forward(*args, **kwargs)
 
 
@@ -107,7 +112,7 @@ class OneTensorModule(RematerializedModule):
 
 
 def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    return len(args) == 1 and not kwargs and type(args[0]) in _PLAIN and args[0].is_floating_point()
+    return len(args) == 1 and not kwargs and is_ordinary(type(args[0])) and args[0].is_floating_point()
 
 
 class RecomputedFunction(OneTensorModule):
@@ -175,8 +180,9 @@ def rerun(forward: Callable[[Tensor], Tensor], device: torch.device) -> Callable
     """``forward`` for later: with autocast as it is now, and of the first tensor that it is called with."""
     autocast = autocast_as_now(device)
 
+    @signals_deferred
     def build(inputs: Tensor, *_: Tensor) -> Tensor:
-        with signals_deferred, autocast():
+        with autocast():
             return forward(inputs)
 
     return build
@@ -255,7 +261,7 @@ class RebuiltInputLinear(OneTensorModule):
     def _formula_of(self, inputs: Tensor) -> Formula | None:
         weight: Any = self.module.weight
         # Plain weights only: sharded ones (DTensor) have operations of their own.
-        if weight.requires_grad and own_class(weight) in _PLAIN and inputs.dim() > 1 and inputs.is_contiguous():
+        if weight.requires_grad and is_ordinary(own_class(weight)) and inputs.dim() > 1 and inputs.is_contiguous():
             return self.formulas.of(inputs)
         return None
 

@@ -90,11 +90,6 @@ class Conversion:
     left: dict[str, str]
     draws: Draws
 
-    @property
-    def converted(self) -> tuple[str, ...]:
-        """Names of the layers."""
-        return tuple(self.changes)
-
     def restore(self) -> None:
         """Make them usual layers again. Idempotent."""
         for change in self.changes.values():

@@ -166,7 +166,7 @@ def draw_part(
         random = torch.rand(count, dtype=torch.float64, device=inputs.device)
     if not torch.is_grad_enabled():
         return None
-    with signals_deferred, torch.no_grad():
+    with torch.no_grad():
         rows = inputs.detach().reshape(-1, width).to(dtype)
         if config.estimator == "rad":
             return _project(rows, count, seed)
@@ -259,6 +259,7 @@ class _Sampled:
     sampled_as: str
     """The layer's name in its model."""
 
+    @signals_deferred
     def _sampled_forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor | None:
         """None where nothing is left out: the usual forward is exact, to the last bit."""
         if not weight.requires_grad or not inputs.is_floating_point():

@@ -82,12 +82,13 @@ class TiledHead(ReplacedForward):
         self._check_tile(projection, hidden.numel() // max(1, hidden.shape[-1]))
         return TiledLogits(hidden, projection)
 
+    @signals_deferred
     def _says(self, hidden: Tensor, autocast: torch.dtype | None) -> tuple[int, torch.dtype]:
         """How many logits the head gives, and their dtype."""
         width = getattr(self.module, "out_features", None)
         if isinstance(width, int):
             return width, autocast or hidden.dtype
-        with signals_deferred, torch.no_grad():
+        with torch.no_grad():
             one = self.own_forward(hidden.detach()[..., :1, :].reshape(-1, hidden.shape[-1])[:1])
         return one.shape[-1], one.dtype
 

@@ -196,8 +196,7 @@ def _token_by_token(func: Any, logits: TiledLogits, *others: Any, **kwargs: Any)
     if kwargs or any(not _alike_for_tokens(other, logits) for other in others):
         return NotImplemented
     tiny = torch.zeros(1, dtype=logits.dtype, device=logits.device)
-    with signals_deferred, torch.no_grad():
-        dtype = func(tiny, *(other.flatten()[:1] if isinstance(other, Tensor) else other for other in others)).dtype
+    dtype = func(tiny, *(other.flatten()[:1] if isinstance(other, Tensor) else other for other in others)).dtype
 
     def function(tile: Tensor) -> Tensor:
         # One value per entry may have come with leading dimensions; pieces have one.
@@ -245,12 +244,13 @@ def _set_columns(func: Any, logits: TiledLogits, index: Any, value: Any) -> Any:
     return None
 
 
+@signals_deferred
 def _argmax(func: Any, logits: TiledLogits, dim: int | None = None, keepdim: bool = False) -> Any:
     """Needs no gradient, so it never needs all logits at once."""
     if dim is None or dim % logits.dim() != logits.dim() - 1:
         return NotImplemented
     hidden = logits._hidden
-    with signals_deferred, torch.no_grad():
+    with torch.no_grad():
         rows = hidden.reshape(-1, hidden.shape[-1])
         pieces = rows.split(logits._projection.tile_rows(len(rows)))
         found = [logits._projection.logits(piece).argmax(-1) for piece in pieces]

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_offload.checkpointing import checkpoint
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state.guard import own_class
+from hf_offload.tensors import is_ordinary
 from hf_offload.transforms.backward import differentiable_once
 from hf_offload.transforms.tiling.cut import Cut
 from hf_offload.transforms.tiling.sums import WideSum, product, wide_dtype, widened
@@ -91,7 +91,7 @@ class HeadProjection:
         """The head, if it is a plain linear layer whose products can be made here."""
         head: Any = self.head
         plain = type(head) is nn.Linear and getattr(self.forward, "__func__", None) is nn.Linear.forward
-        return head if plain and own_class(head.weight) in (nn.Parameter, Tensor, FakeTensor) else None
+        return head if plain and is_ordinary(own_class(head.weight)) else None
 
 
 def tiled_cross_entropy(
@@ -167,15 +167,14 @@ class _CrossEntropy(torch.autograd.Function):
             scale, ctx.left = digits * _FLOAT16_SCALE, torch.ldexp(torch.ones_like(share), exponent) / _FLOAT16_SCALE
         rows_gradient = torch.empty_like(hidden, dtype=wide_dtype(hidden)) if rows_wanted else None
         sums = [WideSum(parameter) for parameter in parameters] if wanted else []
-        with signals_deferred:
-            tile = _linear_tile(rule, parameters) if projection.linear is not None else _any_tile(rule, parameters)
+        make_tile = _any_tile if projection.linear is None else _linear_tile
+        tile = signals_deferred(make_tile(rule, parameters))
         total = hidden.new_zeros((), dtype=projection.wide)
         step = projection.tile_rows(len(hidden))
         for begin in range(0, max(1, len(hidden)), step):
             end = begin + step
             rows, targets = hidden[begin:end], labels[begin:end]
-            with signals_deferred:
-                loss, gradient = tile(rows, targets, scale if wanted else None, sums, rows_wanted)
+            loss, gradient = tile(rows, targets, scale if wanted else None, sums, rows_wanted)
             total += loss
             if rows_gradient is not None and gradient is not None:
                 rows_gradient[begin:end] = gradient
@@ -216,9 +215,8 @@ def _linear_tile(rule: _Rule, parameters: Sequence[Tensor]) -> Tile:
     assert head is not None
     device = head.weight.device.type
     dtype = projection.autocast or head.weight.dtype
-    with torch.autocast(device, enabled=False):
-        weight = head.weight.detach().to(dtype)
-        bias = None if head.bias is None else head.bias.detach().to(dtype)
+    weight = head.weight.detach().to(dtype)
+    bias = None if head.bias is None else head.bias.detach().to(dtype)
     where = {id(parameter): index for index, parameter in enumerate(parameters)}
     of_weight, of_bias = where.get(id(head.weight)), where.get(id(head.bias))
 

@@ -291,7 +291,8 @@ def interrupted_steps(place, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 optimizer.step()
         sums = [state["exp_avg"].norm() for state in states.values()]
-        assert held and sums
+        assert held
+        assert sums
         streaming_of(optimizer).finish()
     found = [value.detach().cpu() for p in model.parameters() for value in (p, *optimizer.state[p].values())]
     session.detach()
