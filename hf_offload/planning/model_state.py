@@ -279,7 +279,7 @@ class ModelState:
             return
         if residency.limit_bytes != nbytes:
             residency.limit_bytes = nbytes
-        self._has_returned = self._may_park and nbytes >= residency.total_bytes and residency.may_end
+        self._has_returned = self._may_park and nbytes >= residency.total_bytes and not residency.is_home
         if self._has_returned:
             self.residency = park_weights(
                 model, with_checked(self._config, params="none"), self._storage, self._ranks.count

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from hf_offload.state.shadow import Shadow, options_of
+from hf_offload.state.shadow import Shadow, attributes_of, options_of
 
 _BY_ELEMENT = {
     "torch.optim.adadelta.Adadelta",
@@ -64,7 +64,7 @@ def state_per_weight(optimizer: Optimizer, kind: type[Optimizer]) -> float:
     if not steps_by_weight(optimizer, kind):
         return _USUAL_STATE
     shadow, most = Shadow(optimizer, kind), 0.0
-    attributes = shadow.attributes
+    attributes = attributes_of(optimizer)
     for group in optimizer.param_groups:
         examples = [p for p in group["params"] if p.requires_grad]
         if not examples:

@@ -50,11 +50,6 @@ class Shadow:
             inner.param_groups = []
             inner.state = collections.defaultdict(dict)
 
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """Those after the last step."""
-        return attributes_of(self._optimizer)
-
     def loaded(self, parameter: Tensor, options: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """``state`` as the class's own ``load_state_dict`` makes it: cast and moved to where the parameter needs it."""
         inner = self._optimizer
@@ -121,9 +116,3 @@ def captured(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(captured, value))
     return {name: captured(each) for name, each in value.items()} if type(value) is dict else value
-
-
-def pieces(tensor: Tensor, elements: int) -> list[Tensor]:
-    """Views of a contiguous ``tensor``, of so many elements each but for the last one."""
-    flat = tensor.detach().view(-1)
-    return [flat[start : start + elements] for start in range(0, max(1, flat.numel()), elements)]

@@ -65,9 +65,6 @@ class _OfOthers(guard.Debt):
         if trained is not None:
             trained.settle(unseen)
 
-    def done(self) -> None:
-        """See :class:`~hf_offload.state.guard.Debt`."""
-
 
 class Trained(guard.Debt):
     """One parameter of one optimizer.

@@ -27,6 +27,7 @@ from hf_offload.state.contexts import is_outside, outside
 from hf_offload.state.lent import check_loaded
 from hf_offload.state.order import UseOrder
 from hf_offload.state.parked import Parked, Where
+from hf_offload.state.refusals import is_compiled
 from hf_offload.state.registry import pause
 from hf_offload.storage.handling import Handling
 from hf_offload.storage.service import WEIGHTS
@@ -184,7 +185,7 @@ class Units:
     def is_compiled(self) -> bool:
         """Whether parts of the model are compiled: hooks inside of them are not called."""
         model = self._model()
-        return model is not None and any(module._compiled_call_impl is not None for module in model.modules())
+        return model is not None and any(map(is_compiled, model.modules()))
 
     def unit_of(self, parameter: Tensor) -> Unit | None:
         """The unit of a parameter of this model."""

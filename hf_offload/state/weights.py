@@ -125,6 +125,7 @@ class Weights:
             self._units.limit_bytes = limit_bytes
             with self._units.lock, outside():
                 self._units.make_room(0)
+            self.store.settle()  # code of the user may run next, whose writes PyTorch need not count
 
     def begin_run(self) -> None:
         """Another run begins."""
@@ -167,11 +168,6 @@ class Weights:
     def _moved_in_all(self) -> tuple[int, int]:
         stats = self.store.tier.stats
         return stats.written_bytes, stats.read_bytes
-
-    @property
-    def may_end(self) -> bool:
-        """Whether the model may have its weights in memory for good."""
-        return not self.is_home
 
     def let_all_leave(self) -> None:
         """Write all of them, and let them leave."""
@@ -277,11 +273,6 @@ def settle(model: nn.Module, weights: Weights, config: OffloadConfig) -> Weights
     return weights
 
 
-def is_large(parameter: nn.Parameter, config: OffloadConfig) -> bool:
-    """Whether ``config`` lets tensors of this size leave memory."""
-    return nbytes_of(parameter) >= config.smallest_bytes(parameter.device.type == "cpu")
-
-
 def memory_for_weights(config: OffloadConfig) -> int:
     """Bytes of the memory budget that weights may take; 0 without a budget."""
     return 0 if config.memory_budget is None else int(_KEPT_SHARE * int(config.memory_budget))
@@ -323,4 +314,5 @@ def place_for(setting: str, what: str, nbytes: int, config: OffloadConfig, on_ho
 
 def may_leave(parameter: nn.Parameter, config: OffloadConfig) -> bool:
     """Whether the memory of ``parameter`` may come and go."""
-    return can_move(parameter) and is_large(parameter, config)
+    is_large = nbytes_of(parameter) >= config.smallest_bytes(parameter.device.type == "cpu")
+    return is_large and can_move(parameter)
