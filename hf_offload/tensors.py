@@ -65,7 +65,7 @@ def has_bytes(tensor: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is no Parameter and of no subclass, and :func:`has_bytes`."""
+    """Whether ``tensor`` is a plain one: of no class but :class:`torch.Tensor`, and one that :func:`has_bytes`."""
     return type(tensor) is Tensor and has_bytes(tensor)
 
 
