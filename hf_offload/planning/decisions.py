@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -17,14 +17,14 @@ from hf_offload.plan.plan import Plan
 from hf_offload.plan.search import may_gain
 from hf_offload.plan.timeline import Windows
 from hf_offload.planning.correcting import corrected_plan, follow_pace, say
-from hf_offload.planning.graphs import WalkedGraphs
 from hf_offload.planning.known import (
     Known,
     Terms,
+    check_writes,
     find_known,
-    known_as_measured,
     known_by_simulating,
     known_exceeding,
+    known_if_kept,
     known_with_more_state,
 )
 from hf_offload.planning.measuring import StepMeter
@@ -44,18 +44,25 @@ _SETTLED_STEPS = 1
 # A smaller batch than one that was measured is measured itself when it has come so often in a row.
 _LASTING = 3
 
+_WALKS = "Backward walks a graph more than once (retain_graph, create_graph)"
+_SHARES = "Several threads run forwards or backwards of one step"
+
 
 @dataclasses.dataclass
 class Played:
-    """A micro-batch of the running step: what it runs under (``known``; where that is None, ``plan``, to be measured), and
-    which of the meter's it is.
+    """A micro-batch of the running step: what it runs under (where ``known`` is None, what it is measured with), and which of
+    the meter's it is.
     """
 
     situation: Situation
     known: Known | None
     is_measured: bool = False
-    plan: Plan | None = None
     metered: int | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its plan keeps everything, however often its graph is walked."""
+        return self.known is not None and self.known.plan is not None
 
 
 class Decisions:
@@ -72,10 +79,14 @@ class Decisions:
     it needs less; if it has, the next step is measured, too. If it has not, the run ends with an error, unless a whole step
     has had plans before: then what does not fit runs under the plan that needs the least memory, with a warning.
 
+    Plans are made for one forward at a time, whose graph is walked once. Where a step shows something else, everything moves
+    from then on, unless one thread trains and all that was measured can stay.
+
     Several processes decide together, about the largest batch and the largest peak that any of them has, and follow one plan.
 
     Attributes:
         budget_bytes: The smallest that any process has.
+        is_unplanned: Whether no plans are made any more, and everything moves.
         planned: The plan of the last step, where its peak was predicted; None before the first one.
     """
 
@@ -109,7 +120,9 @@ class Decisions:
         self._known: dict[Situation, Known] = {}
         self._windows: Windows | None = None  # of the next step that is measured, where nothing is known
         self._wanted: set[Situation] = set()  # to be measured when they come again
-        self._graphs = WalkedGraphs(safest)
+        self._walks = self._shares = False  # what has been seen since the last measured step
+        self.is_unplanned = False
+        self._present = safest
         # Of all that were measured: weights and state are where it needs them.
         self._most_demanding: Situation | None = None
         self._pace = Pace()
@@ -124,12 +137,19 @@ class Decisions:
 
     def begin(self, situation: Situation, state_bytes: int) -> Played:
         """Decide under which plan a micro-batch runs, with so many bytes of optimizer state, and let it be followed."""
-        made_graph, all_state_bytes = zip(*self._ranks.gather((self._engine.made_graph(), state_bytes)), strict=True)
-        if any(made_graph):
-            self._expect_graph()
+        keeps = self._in_force is not None and self._in_force.plan is not None
+        walks = self._engine.made_graph() and not keeps
+        all_walks, all_share, all_state_bytes = zip(
+            *self._ranks.gather((walks, self._shares, state_bytes)), strict=True
+        )
+        if any(all_share):
+            self._stop_planning(_SHARES)
+            return Played(situation, None)
+        if any(all_walks):
+            self._measure_walks()
         self._repeated = self._repeated + 1 if situation == self._last else 1
         self._last = situation
-        known = self._find_known(situation)
+        known = find_known(self._known, situation)
         if known is not None:
             known = self._with_all_state(known, max(all_state_bytes))
         lasting = self._repeated >= _LASTING and known is not None and not known.is_for(situation)
@@ -139,9 +159,8 @@ class Decisions:
             if known is None or windows is not None:
                 self._in_force = None
                 wide = self._safest if windows is None else moving_all(self._safest, windows)
-                plan = self._trial.plan(situation, self._graphs.plan(situation, wide))
-                self._apply(plan)
-                return Played(situation, None, is_measured=True, plan=plan)
+                self._follow(self._trial.plan(situation, wide))
+                return Played(situation, None, is_measured=True)
             self._trial.give_up(situation)
             self._wanted = {one for one in self._wanted if not situation.begins(one)}  # there is no room to measure it
         self._apply_plan(known)
@@ -162,12 +181,6 @@ class Decisions:
         nearest = max(self._known.values(), key=lambda one: one.situation.elements)
         return not_behind(windows_to_measure(nearest, self._safest) or nearest.problem.windows[-1], self._safest)
 
-    def _find_known(self, situation: Situation) -> Known | None:
-        """A plan that it can run under: no other's where its backward may make a graph of itself, as that one's does not."""
-        if self._graphs.awaits(situation) and situation not in self._known:
-            return None
-        return find_known(self._known, situation)
-
     def go_on(self, played: Played, situation: Situation) -> None:
         """The micro-batch has another forward, which the plan it runs under may not be made for."""
         played.situation = situation
@@ -181,18 +194,6 @@ class Decisions:
         if known is not played.known:
             played.known = known
             self._apply_plan(known)
-
-    def _expect_graph(self) -> None:
-        """Backward has made a graph of itself: where the plan is for steps that do not, another is for those that do."""
-        known, last = self._in_force, self._last
-        if known is None or known.plan is not None or last is None:
-            return
-        if not (self._graphs.may_await(known.situation) and self._graphs.may_await(last)):
-            return
-        self._log(logging.INFO, "Backward made a graph of itself for the first time: measuring until it does so again.")
-        for situation in (known.situation, last):
-            self._known.pop(situation, None)
-            self._graphs.await_one(situation, known.problem.windows[-1])
 
     def _with_all_state(self, known: Known, state_bytes: int) -> Known | None:
         """``known``, planned again where optimizers hold more by now than it was made for; None if that does not fit."""
@@ -213,7 +214,64 @@ class Decisions:
     def _apply_plan(self, known: Known | None) -> None:
         if known is not self._in_force:
             self._in_force = known
-            self._apply(self._safest if known is None else known.plan_like(self._safest))
+            self._follow(self._safest if known is None else known.plan_like(self._safest))
+
+    def _follow(self, plan: Plan) -> None:
+        self._present = plan
+        self._apply(plan)
+
+    # -- steps that no plan is made for -------------------------------------------------------------------------------
+
+    def allow_threads(self) -> bool:
+        """A forward begins while another thread runs one; whether it can: not if blocks recompute."""
+        self._shares = not any(one.recomputes or one.elementwise for one in self._present.placements.values())
+        return self._shares
+
+    def _find_kept(self, found: Mapping[Situation, int], meter: StepMeter) -> dict[Situation, Known] | None:
+        """The plans that keep everything of the micro-batches of a measured step which no other plan can be made for, if they
+        are enough; empty if there are none, since everything moves from now on. None if the step can be planned.
+
+        Raises :class:`~hf_offload.errors.OffloadPlanError` if that writes more to drives than a step may.
+        """
+        walks = self._engine.made_graph() or any(map(meter.walks_again, found.values()))
+        shares = self._shares or meter.is_shared
+        walks, shares = (any(each) for each in zip(*self._ranks.gather((walks, shares)), strict=True))
+        if not (walks or shares or self._walks):
+            return None
+        footprints = {situation: self._footprint(meter, metered) for situation, metered in found.items()}
+        terms = self._terms
+        kept = {one: known_if_kept(one, footprint, terms, self._safest) for one, footprint in footprints.items()}
+        plans = {one: known for one, known in kept.items() if known is not None}
+        if len(plans) == len(found) and walks and not shares:  # what another step needs is not known
+            self._walks = False
+            return plans
+        for footprint in footprints.values():
+            check_writes(footprint, terms, self._safest)
+        peak = max(self._ranks.gather(max(map(meter.peak_bytes, found.values()))))
+        if peak > self.budget_bytes and not shares:
+            self._on_infeasible()
+        self._stop_planning(_SHARES if shares else _WALKS, f": {format_bytes(peak)} in a measured step")
+        return {}
+
+    def _measure_walks(self) -> None:
+        """A graph was walked again under a plan for steps that do not: a measured step says whether all of it can stay."""
+        self._walks = True
+        self._known.clear()
+        self._in_force = self.planned = None
+
+    def _stop_planning(self, why: str, peak: str = "") -> None:
+        self.is_unplanned = True
+        self._known.clear()
+        self._wanted.clear()
+        self._in_force = self.planned = None
+        self._follow(self._safest)
+        self._log(
+            logging.WARNING,
+            "%s: such steps are not planned. Everything moves from now on, whether it fits the budget of %s or not%s.",
+            why,
+            format_bytes(self.budget_bytes),
+            peak,
+        )
 
     # -- a step has ended ---------------------------------------------------------------------------------------------
 
@@ -234,7 +292,12 @@ class Decisions:
         for one in _each(known):
             one.steps += 1
         if meter is not None:
-            self._check_peaks(played, meter)
+            self._shares = self._shares or meter.is_shared
+            walks = (meter.walks_again(one.metered) for one in played if one.metered is not None and not one.is_kept)
+            if any(self._ranks.gather(any(walks))):
+                self._measure_walks()
+            else:
+                self._check_peaks(played, meter)
             return
         seconds, computed_s = map(max, zip(*self._ranks.gather(times), strict=True))
         once = self.planned.footprint.optimizer_step_s
@@ -256,23 +319,18 @@ class Decisions:
         }
         if not found:
             return False
-        again = {
-            situation for situation, metered in found.items() if any(self._ranks.gather(meter.walks_again(metered)))
-        }
-        needed = [
-            situation
-            for situation in found
-            if not any(  # one plan is enough for both
-                other != situation and situation.begins(other) and (situation not in again or other in again)
-                for other in found
-            )
-        ]
-        needed.sort(key=lambda situation: situation.demand, reverse=True)
-        plans: dict[Situation, Known] = {}
+        kept = self._find_kept(found, meter)
+        if kept is not None and not kept:
+            return True
+        plans: dict[Situation, Known] = kept or {}
+        needed: list[Situation] = []
+        if kept is None:  # where one begins as another, one plan is enough for both
+            needed = [one for one in found if not any(other != one and one.begins(other) for other in found)]
+            needed.sort(key=lambda situation: situation.demand, reverse=True)
         refused: dict[Situation, OffloadPlanError] = {}
         for situation in needed:
             try:
-                known, has_moved = self._find_measured(situation, played, meter, found[situation])
+                known, has_moved = self._simulated(situation, self._footprint(meter, found[situation]))
                 if has_moved:
                     return True
                 if known is not None:
@@ -289,7 +347,7 @@ class Decisions:
             if not self._has_planned:
                 text = f"{refusal} That is for batches with {most.largest_input}: larger ones need more."
                 raise OffloadPlanError(text, refusal.smallest_bytes)
-            plans |= {one: self._exceeding(one, played, meter, found[one]) for one in refused}
+            plans |= {one: self._exceeding(one, meter, found[one]) for one in refused}
             self._log(
                 logging.INFO if self._has_warned else logging.WARNING,
                 "Batches with %s do not fit the budget, which had room for those before. They run under the plan that needs "
@@ -307,43 +365,20 @@ class Decisions:
         for one in played:
             if one.known is None:
                 one.known = find_known(self._known, one.situation)
-        self._has_planned = self._has_planned or len(plans) == len(needed)
+        self._has_planned = self._has_planned or kept is not None or len(plans) == len(needed)
         self.planned = max(plans.values(), key=lambda one: one.prediction.peak_bytes)
         all_known = [one.known for one in played if one.known is not None]
         self.planned.prediction.step_s = _predicted_s(all_known, self.planned)
         return True
 
-    def _find_measured(
-        self, situation: Situation, played: Sequence[Played], meter: StepMeter, metered: int
-    ) -> tuple[Known | None, bool]:
-        """The plan for a micro-batch that was measured, None if it has to be measured again; and whether weights or state
-        were moved.
-        """
-        footprint = self._footprint(meter, metered)
-        if not any(self._ranks.gather(meter.walks_again(metered))):
-            if self._graphs.goes_on_waiting(situation, footprint, self._terms):
-                return None, False
-            return self._simulated(situation, footprint)
-        self._trial.give_up(situation)
-        plan, peak = self._as_measured(played, meter, metered)
-        return self._graphs.find_known(situation, footprint, self._terms, plan, peak), False
-
-    def _exceeding(self, situation: Situation, played: Sequence[Played], meter: StepMeter, metered: int) -> Known:
+    def _exceeding(self, situation: Situation, meter: StepMeter, metered: int) -> Known:
         """The plan for a micro-batch that no plan fits."""
         footprint = self._footprint(meter, metered)
-        if any(self._ranks.gather(meter.walks_again(metered))):
-            plan, peak = self._as_measured(played, meter, metered)
-            return known_as_measured(situation, footprint, self._terms, plan, peak, exceeds=True)
         return known_exceeding(situation, self._trial.joined(situation, footprint) or footprint, self._terms)
 
     def _footprint(self, meter: StepMeter, metered: int) -> Footprint:
         footprint = self._ranks.largest(meter.footprint(metered), lambda one: sum(one.saved_bytes.values()))
         return self._model_state.with_weights(self._present_model, footprint)
-
-    def _as_measured(self, played: Sequence[Played], meter: StepMeter, metered: int) -> tuple[Plan, int]:
-        """The plan under which a micro-batch was measured, and its peak."""
-        plan = next(one.plan for one in played if one.metered == metered and one.plan is not None)
-        return plan, max(self._ranks.gather(meter.peak_bytes(metered)))
 
     def _simulated(self, situation: Situation, measured: Footprint) -> tuple[Known | None, bool]:
         footprint = self._trial.joined(situation, measured)
