@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import nn
 
 from hf_offload.errors import OffloadPlanError
+from hf_offload.plan.choosing import everything_stays
 from hf_offload.plan.fitting import may_hold
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.places import problem_of
 from hf_offload.plan.plan import Plan
-from hf_offload.plan.search import may_gain
 from hf_offload.plan.timeline import Windows
 from hf_offload.planning.correcting import corrected_plan, follow_pace, say
+from hf_offload.planning.elementwise import Elementwise
 from hf_offload.planning.known import (
     Known,
     Terms,
@@ -35,9 +36,8 @@ from hf_offload.planning.observed import ObservedEngine
 from hf_offload.planning.overhead import Overhead
 from hf_offload.planning.pace import Pace
 from hf_offload.planning.situation import Situation
-from hf_offload.planning.trial import Trial
 from hf_offload.ranks import Ranks
-from hf_offload.settings.sizes import format_bytes, format_seconds
+from hf_offload.settings.sizes import format_bytes
 
 # The first step under a new plan still learns which records need not leave: the second is looked at.
 _SETTLED_STEPS = 1
@@ -50,13 +50,14 @@ _SHARES = "Several threads run forwards or backwards of one step"
 
 @dataclasses.dataclass
 class Played:
-    """A micro-batch of the running step: what it runs under (where ``known`` is None, what it is measured with), and which of
-    the meter's it is.
+    """A micro-batch of the running step: what it runs under, whether it is measured, and recomputes elementwise operations
+    for that, and which of the meter's it is.
     """
 
     situation: Situation
     known: Known | None
     is_measured: bool = False
+    is_reduced: bool = False
     metered: int | None = None
 
     @property
@@ -73,10 +74,10 @@ class Decisions:
     row and earns its own. The second step under each plan is measured, too: a peak over the budget is planned again with as
     much less. Where steps take longer or shorter than predicted, what was measured is planned again at their pace and with
     the rates that tiers have reached. Weights and state of the ``model_state`` are where the plan of the micro-batch that
-    needs most has them, and others are planned around that; where a plan moves them, the next step is measured. A plan that
-    waits or recomputes has two more steps measured, for recompute of elementwise operations as another choice
-    (:class:`~hf_offload.planning.trial.Trial`). Where no plan fits, ``on_infeasible`` is called to change the model so that
-    it needs less; if it has, the next step is measured, too. If it has not, the run ends with an error, unless a whole step
+    needs most has them, and others are planned around that; where a plan moves them, the next step is measured. Where
+    anything has to leave, another step is measured with recompute of elementwise operations, on machines on which that pays,
+    and on all where nothing fits otherwise. Where no plan fits, ``on_infeasible`` is called to change the model so that it
+    needs less; if it has, the next step is measured, too. If it has not, the run ends with an error, unless a whole step
     has had plans before: then what does not fit runs under the plan that needs the least memory, with a warning.
 
     Plans are made for one forward at a time, whose graph is walked once. Where a step shows something else, everything moves
@@ -103,7 +104,7 @@ class Decisions:
         overhead: Overhead,
         on_infeasible: Callable[[], bool],
         ranks: Ranks,
-        trial: Trial,
+        elementwise: Elementwise,
     ):
         self._model = weakref.ref(model)
         self._ranks = ranks
@@ -115,7 +116,7 @@ class Decisions:
         self._model_state = model_state
         self._overhead = overhead
         self._moving = Moving(model_state, ranks)
-        self._trial = trial
+        self._elementwise = elementwise
         self._need_less = on_infeasible
         self._known: dict[Situation, Known] = {}
         self._windows: Windows | None = None  # of the next step that is measured, where nothing is known
@@ -153,15 +154,17 @@ class Decisions:
         if known is not None:
             known = self._with_all_state(known, max(all_state_bytes))
         lasting = self._repeated >= _LASTING and known is not None and not known.is_for(situation)
-        trying = self._trial.wants(situation)
-        if known is None or lasting or trying or any(situation.begins(wanted) for wanted in self._wanted):
+        reduced = self._elementwise.plan(situation, self._safest)
+        if reduced is not None:
+            self._in_force = None
+            self._follow(reduced)
+            return Played(situation, None, is_measured=True, is_reduced=True)
+        if known is None or lasting or any(situation.begins(wanted) for wanted in self._wanted):
             windows = self._make_room(situation) if known is None else windows_to_measure(known, self._safest)
             if known is None or windows is not None:
                 self._in_force = None
-                wide = self._safest if windows is None else moving_all(self._safest, windows)
-                self._follow(self._trial.plan(situation, wide))
+                self._follow(self._safest if windows is None else moving_all(self._safest, windows))
                 return Played(situation, None, is_measured=True)
-            self._trial.give_up(situation)
             self._wanted = {one for one in self._wanted if not situation.begins(one)}  # there is no room to measure it
         self._apply_plan(known)
         looked_at = known.is_for(situation) and known.steps == _SETTLED_STEPS
@@ -224,7 +227,8 @@ class Decisions:
 
     def allow_threads(self) -> bool:
         """A forward begins while another thread runs one; whether it can: not if blocks recompute."""
-        self._shares = not any(one.recomputes or one.elementwise for one in self._present.placements.values())
+        recomputes = any(one.recomputes for one in self._present.placements.values())
+        self._shares = not (recomputes or self._present.elementwise)
         return self._shares
 
     def _find_kept(self, found: Mapping[Situation, int], meter: StepMeter) -> dict[Situation, Known] | None:
@@ -244,6 +248,7 @@ class Decisions:
         plans = {one: known for one, known in kept.items() if known is not None}
         if len(plans) == len(found) and walks and not shares:  # what another step needs is not known
             self._walks = False
+            self._elementwise.forget()
             return plans
         for footprint in footprints.values():
             check_writes(footprint, terms, self._safest)
@@ -328,9 +333,16 @@ class Decisions:
             needed = [one for one in found if not any(other != one and one.begins(other) for other in found)]
             needed.sort(key=lambda situation: situation.demand, reverse=True)
         refused: dict[Situation, OffloadPlanError] = {}
+        reduced = {one.situation for one in played if one.is_reduced}
+        steps: dict[Situation, Footprint] = {}
         for situation in needed:
+            footprint = self._footprint(meter, found[situation])
+            joined = self._elementwise.joined(situation, footprint) if situation in reduced else footprint
+            if joined is not None:
+                steps[situation] = joined
+        for situation, footprint in steps.items():
             try:
-                known, has_moved = self._simulated(situation, self._footprint(meter, found[situation]))
+                known, has_moved = self._simulated(situation, footprint)
                 if has_moved:
                     return True
                 if known is not None:
@@ -347,7 +359,7 @@ class Decisions:
             if not self._has_planned:
                 text = f"{refusal} That is for batches with {most.largest_input}: larger ones need more."
                 raise OffloadPlanError(text, refusal.smallest_bytes)
-            plans |= {one: self._exceeding(one, meter, found[one]) for one in refused}
+            plans |= {one: known_exceeding(one, steps[one], self._terms) for one in refused}
             self._log(
                 logging.INFO if self._has_warned else logging.WARNING,
                 "Batches with %s do not fit the budget, which had room for those before. They run under the plan that needs "
@@ -371,22 +383,21 @@ class Decisions:
         self.planned.prediction.step_s = _predicted_s(all_known, self.planned)
         return True
 
-    def _exceeding(self, situation: Situation, meter: StepMeter, metered: int) -> Known:
-        """The plan for a micro-batch that no plan fits."""
-        footprint = self._footprint(meter, metered)
-        return known_exceeding(situation, self._trial.joined(situation, footprint) or footprint, self._terms)
-
     def _footprint(self, meter: StepMeter, metered: int) -> Footprint:
         footprint = self._ranks.largest(meter.footprint(metered), lambda one: sum(one.saved_bytes.values()))
         return self._model_state.with_weights(self._present_model, footprint)
 
-    def _simulated(self, situation: Situation, measured: Footprint) -> tuple[Known | None, bool]:
-        footprint = self._trial.joined(situation, measured)
-        if footprint is None:
-            return None, False
-        if self._may_decide(situation):
+    def _simulated(self, situation: Situation, footprint: Footprint) -> tuple[Known | None, bool]:
+        """The plan for a micro-batch that was measured, None if it has to be measured again; and whether weights or state
+        were moved.
+        """
+        may_decide = self._may_decide(situation)
+        if may_decide:
             self._most_demanding = situation
-        else:
+        is_alone = footprint.elementwise is None
+        if is_alone and self._recomputes_elementwise(footprint) and self._measure_reduced(situation, footprint):
+            return None, False
+        if not may_decide:
             with contextlib.suppress(OffloadPlanError):
                 return self._in_place(lambda: known_by_simulating(situation, footprint, self._terms_for(situation)))
         try:
@@ -394,11 +405,28 @@ class Decisions:
         except OffloadPlanError:
             terms = self._terms
             may = self._ranks.first(lambda: may_hold(footprint, terms.hardware, self.budget_bytes, terms.allowed))
-            problem = problem_of(footprint, terms.hardware, self.budget_bytes, self._model_state.held, terms.allowed)
-            if not may or not self._trial.begin(situation, problem, self._safest, measured):
+            if not (is_alone and may and self._measure_reduced(situation, footprint, within_room=False)):
                 raise
-            self._log(logging.INFO, "Nothing fits: measuring a step in which elementwise operations are recomputed.")
             return None, False
+
+    def _recomputes_elementwise(self, footprint: Footprint) -> bool:
+        """Whether a plan of this step does so as a rule: something has to leave, and the machine is one on which it pays."""
+        terms = self._terms
+        return self._ranks.first(
+            lambda: (
+                terms.hardware.repeats_elementwise
+                and not everything_stays(footprint, terms.hardware, self.budget_bytes, terms.allowed)
+            )
+        )
+
+    def _measure_reduced(self, situation: Situation, footprint: Footprint, *, within_room: bool = True) -> bool:
+        """Measure the next step with elementwise operations recomputed, if there are any; whether it is measured."""
+        terms = self._terms
+        problem = problem_of(footprint, terms.hardware, self.budget_bytes, self._model_state.held, terms.allowed)
+        is_measured = self._elementwise.measure(situation, footprint, problem, self._safest, within_room=within_room)
+        if is_measured:
+            self._log(logging.INFO, "Measuring a step in which elementwise operations are recomputed.")
+        return is_measured
 
     def _on_infeasible(self) -> bool:
         """No plan fits: let the model need less; whether that was possible."""
@@ -428,15 +456,6 @@ class Decisions:
             return
         if peak > self.budget_bytes and self._on_infeasible():
             self._measure_again(f"A step needed {format_bytes(peak)}.")
-        elif may_gain(known.footprint, known.solution) and self._trial.begin(
-            known.situation, known.problem, self._safest
-        ):
-            self._log(
-                logging.INFO,
-                "A step takes %s, its compute %s: measuring two steps, one with elementwise operations recomputed.",
-                format_seconds(known.solution.timeline.step_s),
-                format_seconds(known.footprint.step_s),
-            )
 
     def _correct(self, known: Known, peak: int) -> bool:
         """Plan again where that is better by now; whether it was."""
@@ -483,7 +502,7 @@ class Decisions:
         """What is known is of a run that had other weights and state in memory, or was computed in another way."""
         self._known.clear()
         self._wanted.clear()
-        self._trial.forget()
+        self._elementwise.forget()
         self._windows = None
         self._in_force = self.planned = None
         self._log(logging.INFO, "Measuring again, with something else in memory. %s", why)

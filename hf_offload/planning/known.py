@@ -12,7 +12,7 @@ from hf_offload.plan.holding import IN_MEMORY, Held, moved_bytes
 from hf_offload.plan.places import Allowed, Choice
 from hf_offload.plan.plan import Placement, Plan
 from hf_offload.plan.planner import make_problem, plan_of
-from hf_offload.plan.problem import Problem, Solution, as_it_is, smallest_budget
+from hf_offload.plan.problem import Problem, Solution, smallest_budget
 from hf_offload.plan.simulate import likely_peak
 from hf_offload.plan.sparing import sparing
 from hf_offload.planning.situation import Situation
@@ -95,14 +95,25 @@ class Known:
     @property
     def present_problem(self) -> Problem:
         """The problem with everything in memory, at the pace that has been measured since."""
-        plain = self.footprint.plain
-        return dataclasses.replace(self.problem, footprint=plain, mixed=self.footprint.mixed, hold=as_it_is)
+        return dataclasses.replace(self.problem, footprint=self.step)
+
+    @property
+    def usual_problem(self) -> Problem:
+        """The same without recompute of elementwise operations, which is a choice in it."""
+        reduced, plain = self.footprint.reduced, self.footprint.plain
+        other = None if reduced is None else dataclasses.replace(self.problem, footprint=reduced)
+        return dataclasses.replace(self.problem, footprint=plain, reduced=other)
+
+    @property
+    def step(self) -> Footprint:
+        """The step with everything in memory, with recompute of elementwise operations if the plan has that."""
+        reduced = self.footprint.reduced if self.problem.footprint.usual is not None else None
+        return reduced or self.footprint.plain
 
     @property
     def compute_s(self) -> float:
         """Predicted time of a micro-batch without the optimizer's, and without waiting."""
-        step = self.present_problem.step(self.solution.placements)
-        return step.step_s - step.optimizer_step_s + self.solution.timeline.recompute_s
+        return self.step.step_s - self.step.optimizer_step_s + self.solution.timeline.recompute_s
 
     @property
     def micro_batch_s(self) -> float:
@@ -114,7 +125,7 @@ class Known:
         """What is placed where, in words, and what that is predicted to need."""
         counts: dict[Placement, int] = {}
         for unit, placement in self.solution.placements.items():
-            if self.footprint.saved_bytes[unit] or placement.elementwise:
+            if self.footprint.saved_bytes[unit]:
                 counts[placement] = counts.get(placement, 0) + 1
         placed = ", ".join(f"{count} units {placement.value}" for placement, count in counts.items())
         prediction = self.prediction
@@ -158,8 +169,7 @@ def known_exceeding(situation: Situation, footprint: Footprint, terms: Terms) ->
 
 def peak_of(problem: Problem, solution: Solution) -> int:
     """What a step is predicted to need; what has to be there for it may be more."""
-    placements = solution.placements
-    return likely_peak(problem.step(placements), placements, problem.channels, solution.windows)
+    return likely_peak(problem.footprint, solution.placements, problem.channels, solution.windows)
 
 
 def known_if_kept(situation: Situation, footprint: Footprint, terms: Terms, plan: Plan) -> Known | None:
