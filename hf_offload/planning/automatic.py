@@ -76,7 +76,9 @@ class AutomaticPlan:
             overhead=overhead,
             on_infeasible=on_infeasible,
             ranks=ranks,
-            elementwise=Elementwise(lambda: elementwise is not None and all(ranks.gather(elementwise.possible))),
+            elementwise=Elementwise(
+                safest, lambda: elementwise is not None and all(ranks.gather(elementwise.possible))
+            ),
         )
         self._feedback = Feedback(model, self._decisions, engine, model_state, overhead, ranks)
 

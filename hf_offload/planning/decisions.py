@@ -4,28 +4,22 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from torch import nn
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan.choosing import everything_stays
-from hf_offload.plan.fitting import may_hold
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.places import problem_of
 from hf_offload.plan.plan import Plan
 from hf_offload.plan.timeline import Windows
 from hf_offload.planning.correcting import corrected_plan, follow_pace, say
 from hf_offload.planning.elementwise import Elementwise
 from hf_offload.planning.known import (
     Known,
-    Terms,
-    check_writes,
     find_known,
     known_by_simulating,
     known_exceeding,
-    known_if_kept,
     known_with_more_state,
 )
 from hf_offload.planning.measuring import StepMeter
@@ -36,6 +30,7 @@ from hf_offload.planning.observed import ObservedEngine
 from hf_offload.planning.overhead import Overhead
 from hf_offload.planning.pace import Pace
 from hf_offload.planning.situation import Situation
+from hf_offload.planning.unplanned import Unplanned
 from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes
 
@@ -43,9 +38,6 @@ from hf_offload.settings.sizes import format_bytes
 _SETTLED_STEPS = 1
 # A smaller batch than one that was measured is measured itself when it has come so often in a row.
 _LASTING = 3
-
-_WALKS = "Backward walks a graph more than once (retain_graph, create_graph)"
-_SHARES = "Several threads run forwards or backwards of one step"
 
 
 @dataclasses.dataclass
@@ -87,7 +79,6 @@ class Decisions:
 
     Attributes:
         budget_bytes: The smallest that any process has.
-        is_unplanned: Whether no plans are made any more, and everything moves.
         planned: The plan of the last step, where its peak was predicted; None before the first one.
     """
 
@@ -109,23 +100,17 @@ class Decisions:
         self._model = weakref.ref(model)
         self._ranks = ranks
         self.budget_bytes = min(ranks.gather(budget_bytes))
-        self._hardware = hardware
         self._safest = safest
         self._apply = apply
         self._engine = engine
         self._model_state = model_state
-        self._overhead = overhead
-        self._moving = Moving(model_state, ranks)
+        self._moving = Moving(model_state, ranks, self.budget_bytes, hardware, overhead, on_infeasible)
         self._elementwise = elementwise
-        self._need_less = on_infeasible
         self._known: dict[Situation, Known] = {}
         self._windows: Windows | None = None  # of the next step that is measured, where nothing is known
         self._wanted: set[Situation] = set()  # to be measured when they come again
-        self._walks = self._shares = False  # what has been seen since the last measured step
-        self.is_unplanned = False
+        self._unplanned = Unplanned(safest, ranks)
         self._present = safest
-        # Of all that were measured: weights and state are where it needs them.
-        self._most_demanding: Situation | None = None
         self._pace = Pace()
         self._in_force: Known | None = None
         self._has_planned = self._has_warned = False
@@ -140,13 +125,13 @@ class Decisions:
         """Decide under which plan a micro-batch runs, with so many bytes of optimizer state, and let it be followed."""
         keeps = self._in_force is not None and self._in_force.plan is not None
         walks = self._engine.made_graph() and not keeps
-        all_walks, all_share, all_state_bytes = zip(
-            *self._ranks.gather((walks, self._shares, state_bytes)), strict=True
-        )
+        seen = self._ranks.gather((walks, self._unplanned.shares, state_bytes))
+        all_walk, all_share, all_state_bytes = zip(*seen, strict=True)
         if any(all_share):
-            self._stop_planning(_SHARES)
+            self._unplanned.shares = True
+            self._stop_planning(None)
             return Played(situation, None)
-        if any(all_walks):
+        if any(all_walk):
             self._measure_walks()
         self._repeated = self._repeated + 1 if situation == self._last else 1
         self._last = situation
@@ -154,7 +139,7 @@ class Decisions:
         if known is not None:
             known = self._with_all_state(known, max(all_state_bytes))
         lasting = self._repeated >= _LASTING and known is not None and not known.is_for(situation)
-        reduced = self._elementwise.plan(situation, self._safest)
+        reduced = self._elementwise.plan(situation)
         if reduced is not None:
             self._in_force = None
             self._follow(reduced)
@@ -174,7 +159,7 @@ class Decisions:
         """For a step whose need is not known: the windows to measure it with, None for those of the first step."""
         if not self._known:
             return self._windows
-        most = self._most_demanding
+        most = self._moving.most_demanding
         needs_more = most is None or situation.demand > most.demand
         if needs_more:
             self._model_state.let_few_stay(True)
@@ -205,7 +190,9 @@ class Decisions:
             return known
         del self._known[known.situation]
         try:
-            other, _ = self._in_place(lambda: known_with_more_state(known, more, self._terms_for(known.situation)))
+            other, _ = self._in_place(
+                lambda: known_with_more_state(known, more, self._moving.terms_for(known.situation))
+            )
         except OffloadPlanError:
             return None  # it is measured
         if other is None:
@@ -225,58 +212,47 @@ class Decisions:
 
     # -- steps that no plan is made for -------------------------------------------------------------------------------
 
+    @property
+    def is_unplanned(self) -> bool:
+        """Whether no plans are made any more, and everything moves."""
+        return self._unplanned.is_on
+
     def allow_threads(self) -> bool:
-        """A forward begins while another thread runs one; whether it can: not if blocks recompute."""
-        recomputes = any(one.recomputes for one in self._present.placements.values())
-        self._shares = not (recomputes or self._present.elementwise)
-        return self._shares
+        """A forward begins while another thread runs one; whether it can under the present plan."""
+        return self._unplanned.allow_threads(self._present)
 
-    def _find_kept(self, found: Mapping[Situation, int], meter: StepMeter) -> dict[Situation, Known] | None:
-        """The plans that keep everything of the micro-batches of a measured step which no other plan can be made for, if they
-        are enough; empty if there are none, since everything moves from now on. None if the step can be planned.
-
-        Raises :class:`~hf_offload.errors.OffloadPlanError` if that writes more to drives than a step may.
+    def _find_kept(
+        self, found: Mapping[Situation, int], reduced: Container[Situation], meter: StepMeter
+    ) -> dict[Situation, Known] | None:
+        """The plans that keep everything of a measured step that no other plan can be made for; empty if there are none, and
+        None if it can be planned.
         """
         walks = self._engine.made_graph() or any(map(meter.walks_again, found.values()))
-        shares = self._shares or meter.is_shared
-        walks, shares = (any(each) for each in zip(*self._ranks.gather((walks, shares)), strict=True))
-        if not (walks or shares or self._walks):
+        if not self._unplanned.see(walks, meter.is_shared):
             return None
-        footprints = {situation: self._footprint(meter, metered) for situation, metered in found.items()}
-        terms = self._terms
-        kept = {one: known_if_kept(one, footprint, terms, self._safest) for one, footprint in footprints.items()}
-        plans = {one: known for one, known in kept.items() if known is not None}
-        if len(plans) == len(found) and walks and not shares:  # what another step needs is not known
-            self._walks = False
-            self._elementwise.forget()
-            return plans
-        for footprint in footprints.values():
-            check_writes(footprint, terms, self._safest)
-        peak = max(self._ranks.gather(max(map(meter.peak_bytes, found.values()))))
-        if peak > self.budget_bytes and not shares:
-            self._on_infeasible()
-        self._stop_planning(_SHARES if shares else _WALKS, f": {format_bytes(peak)} in a measured step")
-        return {}
+        if any(one in reduced for one in found) and not self._unplanned.shares:
+            self._measure_walks()  # with all that is saved without
+            return {}
+        plans = self._unplanned.kept({one: self._footprint(meter, at) for one, at in found.items()}, self._moving.terms)
+        if not plans:
+            peak = max(self._ranks.gather(max(map(meter.peak_bytes, found.values()))))
+            if peak > self.budget_bytes and not self._unplanned.shares:
+                self._moving.need_less()
+            self._stop_planning(peak)
+        return plans
 
     def _measure_walks(self) -> None:
         """A graph was walked again under a plan for steps that do not: a measured step says whether all of it can stay."""
-        self._walks = True
+        self._unplanned.walks = True
+        self._elementwise.forget()
         self._known.clear()
         self._in_force = self.planned = None
 
-    def _stop_planning(self, why: str, peak: str = "") -> None:
-        self.is_unplanned = True
+    def _stop_planning(self, peak_bytes: int | None) -> None:
         self._known.clear()
         self._wanted.clear()
         self._in_force = self.planned = None
-        self._follow(self._safest)
-        self._log(
-            logging.WARNING,
-            "%s: such steps are not planned. Everything moves from now on, whether it fits the budget of %s or not%s.",
-            why,
-            format_bytes(self.budget_bytes),
-            peak,
-        )
+        self._follow(self._unplanned.begin(self.budget_bytes, peak_bytes))
 
     # -- a step has ended ---------------------------------------------------------------------------------------------
 
@@ -297,7 +273,7 @@ class Decisions:
         for one in _each(known):
             one.steps += 1
         if meter is not None:
-            self._shares = self._shares or meter.is_shared
+            self._unplanned.shares = self._unplanned.shares or meter.is_shared
             walks = (meter.walks_again(one.metered) for one in played if one.metered is not None and not one.is_kept)
             if any(self._ranks.gather(any(walks))):
                 self._measure_walks()
@@ -324,7 +300,8 @@ class Decisions:
         }
         if not found:
             return False
-        kept = self._find_kept(found, meter)
+        reduced = {one.situation for one in played if one.is_reduced}
+        kept = self._find_kept(found, reduced, meter)
         if kept is not None and not kept:
             return True
         plans: dict[Situation, Known] = kept or {}
@@ -333,7 +310,6 @@ class Decisions:
             needed = [one for one in found if not any(other != one and one.begins(other) for other in found)]
             needed.sort(key=lambda situation: situation.demand, reverse=True)
         refused: dict[Situation, OffloadPlanError] = {}
-        reduced = {one.situation for one in played if one.is_reduced}
         steps: dict[Situation, Footprint] = {}
         for situation in needed:
             footprint = self._footprint(meter, found[situation])
@@ -353,13 +329,13 @@ class Decisions:
             # A step that was measured again may have been a smaller one than the one that was refused before it.
             self._refused = refused if self._has_planned else self._refused | refused
             most, refusal = max(self._refused.items(), key=lambda one: one[1].smallest_bytes or 0)
-            if self._on_infeasible():
+            if self._moving.need_less():
                 self._measure_again(str(refusal))
                 return True
             if not self._has_planned:
                 text = f"{refusal} That is for batches with {most.largest_input}: larger ones need more."
                 raise OffloadPlanError(text, refusal.smallest_bytes)
-            plans |= {one: known_exceeding(one, steps[one], self._terms) for one in refused}
+            plans |= {one: known_exceeding(one, steps[one], self._moving.terms) for one in refused}
             self._log(
                 logging.INFO if self._has_warned else logging.WARNING,
                 "Batches with %s do not fit the budget, which had room for those before. They run under the plan that needs "
@@ -391,50 +367,25 @@ class Decisions:
         """The plan for a micro-batch that was measured, None if it has to be measured again; and whether weights or state
         were moved.
         """
-        may_decide = self._may_decide(situation)
+        moving = self._moving
+        may_decide = moving.may_decide(situation)
         if may_decide:
-            self._most_demanding = situation
-        is_alone = footprint.elementwise is None
-        if is_alone and self._recomputes_elementwise(footprint) and self._measure_reduced(situation, footprint):
+            moving.most_demanding = situation
+        if self._elementwise.pays(footprint, moving.terms) and self._elementwise.measure(
+            situation, footprint, moving.terms
+        ):
             return None, False
         if not may_decide:
             with contextlib.suppress(OffloadPlanError):
-                return self._in_place(lambda: known_by_simulating(situation, footprint, self._terms_for(situation)))
+                return self._in_place(lambda: known_by_simulating(situation, footprint, moving.terms_for(situation)))
         try:
-            return self._in_place(lambda: known_by_simulating(situation, footprint, self._terms))
+            return self._in_place(lambda: known_by_simulating(situation, footprint, moving.terms))
         except OffloadPlanError:
-            terms = self._terms
-            may = self._ranks.first(lambda: may_hold(footprint, terms.hardware, self.budget_bytes, terms.allowed))
-            if not (is_alone and may and self._measure_reduced(situation, footprint, within_room=False)):
-                raise
-            return None, False
-
-    def _recomputes_elementwise(self, footprint: Footprint) -> bool:
-        """Whether a plan of this step does so as a rule: something has to leave, and the machine is one on which it pays."""
-        terms = self._terms
-        return self._ranks.first(
-            lambda: (
-                terms.hardware.repeats_elementwise
-                and not everything_stays(footprint, terms.hardware, self.budget_bytes, terms.allowed)
-            )
-        )
-
-    def _measure_reduced(self, situation: Situation, footprint: Footprint, *, within_room: bool = True) -> bool:
-        """Measure the next step with elementwise operations recomputed, if there are any; whether it is measured."""
-        terms = self._terms
-        problem = problem_of(footprint, terms.hardware, self.budget_bytes, self._model_state.held, terms.allowed)
-        is_measured = self._elementwise.measure(situation, footprint, problem, self._safest, within_room=within_room)
-        if is_measured:
-            self._log(logging.INFO, "Measuring a step in which elementwise operations are recomputed.")
-        return is_measured
-
-    def _on_infeasible(self) -> bool:
-        """No plan fits: let the model need less; whether that was possible."""
-        before = self._model_state.held
-        has_changed = any(self._ranks.gather(self._need_less()))
-        if self._model_state.held != before:
-            self._moving.refuse(before)
-        return has_changed
+            if self._elementwise.may_help(footprint, moving.terms) and self._elementwise.measure(
+                situation, footprint, moving.terms, within_room=False
+            ):
+                return None, False
+            raise
 
     def _check_peaks(self, played: Sequence[Played], meter: StepMeter) -> None:
         """Look at a step under its plans."""
@@ -454,33 +405,17 @@ class Decisions:
             return
         if self._correct(known, peak):
             return
-        if peak > self.budget_bytes and self._on_infeasible():
+        if peak > self.budget_bytes and self._moving.need_less():
             self._measure_again(f"A step needed {format_bytes(peak)}.")
 
     def _correct(self, known: Known, peak: int) -> bool:
         """Plan again where that is better by now; whether it was."""
-        corrected, has_moved = self._in_place(lambda: corrected_plan(known, peak, self._terms_for(known.situation)))
+        corrected, has_moved = self._in_place(
+            lambda: corrected_plan(known, peak, self._moving.terms_for(known.situation))
+        )
         if corrected is not None and not has_moved:
             self._adopt(corrected)
         return has_moved or corrected is not None
-
-    @property
-    def _terms(self) -> Terms:
-        """Of the present: with the rates that tiers have reached, and what may still be moved."""
-        return Terms(self.budget_bytes, self._overhead.on(self._hardware), self._moving.allowed, self._ranks)
-
-    def _terms_for(self, situation: Situation) -> Terms:
-        """The same for a micro-batch, for whose sake nothing may be moved where another one needs more."""
-        terms = self._terms
-        if self._may_decide(situation):
-            return terms
-        return dataclasses.replace(terms, allowed=dataclasses.replace(terms.allowed, must_stay=True))
-
-    def _may_decide(self, situation: Situation) -> bool:
-        """Whether weights and state are where its plan has them. One that needs less than another would take the room for
-        them that the other one needs, and each of both would move what the other has moved.
-        """
-        return self._most_demanding is None or situation.demand >= self._most_demanding.demand
 
     @property
     def _present_model(self) -> nn.Module:
@@ -517,7 +452,7 @@ class Decisions:
         pace = self._pace.take()
         simulated = [one for one in _each(known) if one.plan is None]
         if ratio is None:
-            terms = self._terms
+            terms = self._moving.terms
             for one in simulated:
                 one.pace = pace
                 follow_pace(one, terms)
