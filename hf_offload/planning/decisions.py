@@ -212,7 +212,6 @@ class Decisions:
 
     # -- steps that no plan is made for -------------------------------------------------------------------------------
 
-    @property
     def is_unplanned(self) -> bool:
         """Whether no plans are made any more, and everything moves."""
         return self._unplanned.is_on
@@ -235,10 +234,11 @@ class Decisions:
             return {}
         plans = self._unplanned.kept({one: self._footprint(meter, at) for one, at in found.items()}, self._moving.terms)
         if not plans:
-            peak = max(self._ranks.gather(max(map(meter.peak_bytes, found.values()))))
+            own = max(map(meter.peak_bytes, found.values())), max(map(meter.taken_bytes, found.values()))
+            peak, taken = (max(each) for each in zip(*self._ranks.gather(own), strict=True))
             if peak > self.budget_bytes and not self._unplanned.shares:
                 self._moving.need_less()
-            self._stop_planning(peak)
+            self._stop_planning(taken)
         return plans
 
     def _measure_walks(self) -> None:

@@ -32,14 +32,14 @@ def model_of(name, recomputable=False):
     return model
 
 
-def train(model, config, steps):
+def train(model, config, steps, forwards=lambda step: 1):
     """Losses, gradients of the last step, weights, and the plan with the last forecast that was looked at."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, looked_at, reduced = [], None, []
     with offload_activations(model, config) as session:
-        for _ in range(steps):
-            loss = model(**batch()).loss
+        for step in range(steps):
+            loss = sum(model(**batch()).loss for _ in range(forwards(step)))
             loss.backward()
             losses.append(loss.item())
             gradients = [one.grad.clone() for one in model.parameters() if one.grad is not None]
@@ -138,6 +138,23 @@ def test_blocks_that_are_recomputed_as_a_whole_do_it_within_that(name, tmp_path)
     assert same(gradients, expected[1])
     assert same(weights, expected[2])
     assert forecast.measured_peak_bytes == pytest.approx(forecast.peak_bytes, rel=0.03)
+
+
+def test_a_step_that_goes_on_as_another_one_is_measured_without_it_first(tmp_path):
+    """The second step begins as the one that is to be measured with it, and has another forward."""
+
+    def forwards(step):
+        return 1 if step == 0 else 2
+
+    fixed, activations = live_bytes_of_steps(model_of("gpt2"), batch())
+    expected = train(model_of("gpt2"), OffloadConfig(tier="none"), 7, forwards)
+    config = auto(int(fixed + 0.9 * activations), tmp_path)
+    losses, gradients, weights, (plan, forecast, _, _) = train(model_of("gpt2"), config, 7, forwards)
+    assert losses == expected[0]
+    assert same(gradients, expected[1])
+    assert same(weights, expected[2])
+    assert plan.elementwise
+    assert forecast.measured_peak_bytes == pytest.approx(forecast.peak_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("setting", ["norms", "off"])
