@@ -44,7 +44,7 @@ class Problem:
         budget_bytes: Most memory at any time, weights and optimizer state included. A small share of it is left free.
         windows: How far to read ahead and write behind, best first.
         may_recompute: Whether blocks may be recomputed in backward.
-        reduced: The same problem with all blocks recomputing their elementwise operations; None where that is no choice.
+        reduced: The same problem with all blocks recomputing their elementwise operations; None where that cannot be chosen.
     """
 
     footprint: Footprint

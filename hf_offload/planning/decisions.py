@@ -142,13 +142,13 @@ class Decisions:
         reduced = self._elementwise.plan(situation)
         if reduced is not None:
             self._in_force = None
-            self._follow(reduced)
+            self._set_plan(reduced)
             return Played(situation, None, is_measured=True, is_reduced=True)
         if known is None or lasting or any(situation.begins(wanted) for wanted in self._wanted):
             windows = self._make_room(situation) if known is None else windows_to_measure(known, self._safest)
             if known is None or windows is not None:
                 self._in_force = None
-                self._follow(self._safest if windows is None else moving_all(self._safest, windows))
+                self._set_plan(self._safest if windows is None else moving_all(self._safest, windows))
                 return Played(situation, None, is_measured=True)
             self._wanted = {one for one in self._wanted if not situation.begins(one)}  # there is no room to measure it
         self._apply_plan(known)
@@ -204,9 +204,9 @@ class Decisions:
     def _apply_plan(self, known: Known | None) -> None:
         if known is not self._in_force:
             self._in_force = known
-            self._follow(self._safest if known is None else known.plan_like(self._safest))
+            self._set_plan(self._safest if known is None else known.plan_like(self._safest))
 
-    def _follow(self, plan: Plan) -> None:
+    def _set_plan(self, plan: Plan) -> None:
         self._present = plan
         self._apply(plan)
 
@@ -237,7 +237,7 @@ class Decisions:
             own = max(map(meter.peak_bytes, found.values())), max(map(meter.taken_bytes, found.values()))
             peak, taken = (max(each) for each in zip(*self._ranks.gather(own), strict=True))
             if peak > self.budget_bytes and not self._unplanned.shares:
-                self._moving.need_less()
+                self._moving.on_infeasible()
             self._stop_planning(taken)
         return plans
 
@@ -252,7 +252,7 @@ class Decisions:
         self._known.clear()
         self._wanted.clear()
         self._in_force = self.planned = None
-        self._follow(self._unplanned.begin(self.budget_bytes, peak_bytes))
+        self._set_plan(self._unplanned.begin(self.budget_bytes, peak_bytes))
 
     # -- a step has ended ---------------------------------------------------------------------------------------------
 
@@ -329,7 +329,7 @@ class Decisions:
             # A step that was measured again may have been a smaller one than the one that was refused before it.
             self._refused = refused if self._has_planned else self._refused | refused
             most, refusal = max(self._refused.items(), key=lambda one: one[1].smallest_bytes or 0)
-            if self._moving.need_less():
+            if self._moving.on_infeasible():
                 self._measure_again(str(refusal))
                 return True
             if not self._has_planned:
@@ -405,7 +405,7 @@ class Decisions:
             return
         if self._correct(known, peak):
             return
-        if peak > self.budget_bytes and self._moving.need_less():
+        if peak > self.budget_bytes and self._moving.on_infeasible():
             self._measure_again(f"A step needed {format_bytes(peak)}.")
 
     def _correct(self, known: Known, peak: int) -> bool:

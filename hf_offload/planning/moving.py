@@ -47,7 +47,7 @@ class Moving:
         self._refused: set[Held] = set()
         self.most_demanding: Situation | None = None
 
-    def need_less(self) -> bool:
+    def on_infeasible(self) -> bool:
         """No plan fits, or a measured step did not: let the model need less memory; whether that was possible."""
         before = self._state.held
         has_changed = any(self._ranks.gather(self._on_infeasible()))
