@@ -348,7 +348,7 @@ class StepMeter(StepRecorder):
             times.is_asked_again = True
 
     def _note_walk(self) -> None:
-        """Note which backward is running, and ask autograd to say when it has ended, which it does not if an error ends it."""
+        """Note which backward runs, and ask autograd to say when it has ended: it does not where an error has ended it."""
         walk, before = torch._C._current_graph_task_id(), self._walk
         self._walk = walk
         if walk not in (-1, before):
