@@ -304,12 +304,14 @@ def _in_pieces(model, hidden):
     last.square().mean().backward()
 
 
-def _steps_of(backwards, config):
-    """The weights, bytes that each step moved, and the session, of steps with these backwards."""
+def _steps_of(backwards, config, prepares=False, look=lambda session: None):
+    """The weights, bytes that each step moved, and the session, of steps with these backwards and a ``look`` after each."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     moved = []
     with offload_activations(model, config) as session:
+        if prepares:
+            session.prepare_optimizer(optimizer)
         for step, backward in enumerate(backwards):
             torch.manual_seed(step)
             backward(model, batch(512))
@@ -317,6 +319,7 @@ def _steps_of(backwards, config):
             optimizer.zero_grad()
             session.end_step()
             moved.append(session.stats.steps[-1].offloaded_bytes if session.stats.steps else 0)
+            look(session)
     return [parameter.detach().clone() for parameter in model.parameters()], moved, session
 
 
@@ -347,6 +350,19 @@ def test_where_a_graph_is_walked_again_everything_moves_or_nothing(backward, tmp
     assert [nbytes > 0 for nbytes in moved] == [True, False, False, False]
     assert session.most_measured_bytes <= session.forecast.peak_bytes < 100 << 20
     assert _said(caplog) == []
+
+
+def test_where_a_graph_is_walked_again_over_the_budget_weights_and_state_move_too(tmp_path):
+    held = []
+    expected, _, _ = _steps_of([_gradient_penalty] * 4, OffloadConfig(tier="none"))
+    found, _, _ = _steps_of(
+        [_gradient_penalty] * 4,
+        auto(tmp_path, "8MiB"),
+        prepares=True,
+        look=lambda session: held.append(session._state.held),
+    )
+    assert is_same(expected, found)
+    assert [(one.state, one.weights) for one in held] == [("ssd", "ssd")] * 4
 
 
 @pytest.mark.parametrize("again", [[_plain], [_gradient_penalty]], ids=["once", "from then on"])

@@ -154,7 +154,7 @@ def test_a_step_that_goes_on_as_another_one_is_measured_without_it_first(tmp_pat
     assert same(gradients, expected[1])
     assert same(weights, expected[2])
     assert plan.elementwise
-    assert forecast.measured_peak_bytes == pytest.approx(forecast.peak_bytes, rel=0.02)
+    assert forecast.measured_peak_bytes == pytest.approx(forecast.peak_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize("setting", ["norms", "off"])
