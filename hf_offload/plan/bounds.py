@@ -4,49 +4,31 @@ What stays in memory fills it, and is there at times known beforehand; what leav
 """
 
 import functools
-import itertools
 import math
-import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from hf_offload.plan import rules
 from hf_offload.plan.footprint import Column, Footprint
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.problem import Choices, Placements, Problem
+from hf_offload.plan.problem import Problem
 
 
 class Bounds:
-    """Of one problem, whose ``choices`` they are."""
+    """Of one problem."""
 
-    def __init__(self, problem: Problem, choices: Choices):
+    def __init__(self, problem: Problem):
         self._problem = problem
-        self._choices = choices
         self._others_bytes = _others_bytes(problem.footprint)
 
     def least_bytes(self, order: Sequence[str], grain: int, placement: Placement) -> Sequence[int]:
         """What has to fit at least where the first units of ``order`` are placed so, and others kept: none, ``grain`` of
         them, twice as many, and so on up to all of them.
         """
-        if placement.elementwise:  # each is another step, of which few are asked for
-            place = self._choices.place
-            return _Lazily(
-                -(-len(order) // grain) + 1,
-                lambda parts: self._least_bytes(place(dict.fromkeys(order[: parts * grain], placement))),
-            )
         most = (self._others_bytes + _staying(self._problem.footprint, tuple(order), grain)).max(axis=1)
         found: list[int] = most.tolist()
         return found
-
-    def _least_bytes(self, placements: Placements) -> int:
-        step = self._problem.step(placements)
-        leaving = np.array([placements[unit].tier is not None for unit in step.units], np.bool_)
-        saved, end = step.saved_columns, len(step.segments)
-        alone = saved.where(~leaving[saved.unit] & (saved.gone < saved.released))
-        changes = np.bincount(alone.gone, alone.nbytes, end + 1)
-        changes -= np.bincount(np.minimum(alone.released, end), alone.nbytes, end + 1)
-        return int((_others_bytes(step) + changes.astype(np.int64).cumsum()[:end]).max())
 
     @functools.cached_property
     def _worst(self) -> tuple[int, int]:
@@ -62,16 +44,12 @@ class Bounds:
         at, excess = self._worst
         if excess <= 0 or placement is Placement.KEEP:
             return footprint.step_s
-        if placement.elementwise:
-            return self._reducing_s(placement)
         if placement.recomputes:
             return footprint.step_s + _recomputing_s(footprint, at, excess)
-        return self._moving_s(placement.value, excess, 0.0)
+        return self._moving_s(placement.value, excess)
 
-    def _moving_s(self, tier: str, nbytes: int, more_s: float) -> float:
-        """How long a step takes at least from whose worst segment so much has gone to a tier, and that computes ``more_s``
-        more in backward.
-        """
+    def _moving_s(self, tier: str, nbytes: int) -> float:
+        """How long a step takes at least from whose worst segment so much has gone to a tier."""
         # All of it is on the tier when that segment begins, or in the ring before it, and comes back later.
         footprint, channel, at = self._problem.footprint, self._problem.channels[tier], self._worst[0]
         left = max(0, nbytes - rules.ring_bytes_shared(channel.ring_bytes))
@@ -80,7 +58,7 @@ class Bounds:
         before, after = self._loads[tier]
         before_s = footprint.segment_columns.begins_s[at]
         return max(before_s, left / channel.store_bytes_per_s, before / channel.load_bytes_per_s) + max(
-            footprint.step_s + more_s - before_s, (left + after) / channel.load_bytes_per_s
+            footprint.step_s - before_s, (left + after) / channel.load_bytes_per_s
         )
 
     @functools.cached_property
@@ -94,58 +72,6 @@ class Bounds:
                 before, after = found[one.tier]
                 found[one.tier] = (before + one.nbytes, after) if one.at <= at else (before, after + one.nbytes)
         return found
-
-    def _reducing_s(self, placement: Placement) -> float:
-        """The same where blocks recompute their elementwise operations, and what they still save stays or moves."""
-        problem, (at, excess) = self._problem, self._worst
-        mixed = problem.mixed
-        assert mixed is not None, "a problem without that choice does not ask for it"
-        every, there = problem.step(self._choices.uniform(Placement.ELEMENTWISE)), mixed.moment(at)
-        excess -= max(0, int(self._others_bytes[at]) - int(_others_bytes(every)[there]))
-        usual, reduced = _saved_at(problem.footprint, at), _saved_at(every, there)
-        less = _Cheapest((mixed.more_s[block], usual.get(block, 0) - reduced.get(block, 0)) for block in mixed.blocks)
-        if placement.tier is None:
-            return problem.footprint.step_s + less.least_s(excess)
-        # What moves is a part of such a block, or of none.
-        outside = sum(nbytes for block, nbytes in usual.items() if block not in mixed.more_s)
-        blocks = _Cheapest((mixed.more_s[block], usual.get(block, 0)) for block in mixed.blocks)
-        least_s = blocks.least_s(excess - outside)
-        ways = (self._moving_s(placement.tier, excess - most, max(least_s, more_s)) for more_s, most in less.steps)
-        return min(ways)
-
-
-class _Cheapest:
-    """Blocks that save less memory in more time, those first that save most in a second."""
-
-    def __init__(self, each: Iterable[tuple[float, int]]):
-        some = sorted((one for one in each if one[1] > 0), key=lambda one: one[0] / one[1])
-        seconds = [0.0, *itertools.accumulate(seconds for seconds, _ in some)]
-        nbytes = [*itertools.accumulate(nbytes for _, nbytes in some), sum(nbytes for _, nbytes in some)]
-        self.steps = list(zip(seconds, nbytes, strict=True))
-        """(seconds, bytes): in less time than that of the next one, no more bytes than these are saved."""
-
-    def least_s(self, nbytes: int) -> float:
-        """How long it takes at least to save so much; infinite if that cannot be."""
-        return next((seconds for seconds, most in self.steps if most >= nbytes), math.inf)
-
-
-class _Lazily(Sequence[int]):
-    """Numbers that are found when they are asked for."""
-
-    def __init__(self, count: int, find: Callable[[int], int]):
-        self._count = count
-        self._find = functools.cache(find)
-
-    def __len__(self) -> int:
-        return self._count
-
-    @typing.overload
-    def __getitem__(self, index: int) -> int: ...
-    @typing.overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        places = range(self._count)[index]
-        return self._find(places) if isinstance(places, int) else [self._find(place) for place in places]
 
 
 def _others_bytes(footprint: Footprint) -> Column:

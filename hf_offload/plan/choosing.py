@@ -18,7 +18,7 @@ from hf_offload.plan.places import Allowed, Choice, problem_of, ways
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem
 from hf_offload.plan.problem import Choices, Problem, Solution, smallest_budget
-from hf_offload.plan.search import better, find_greedy, find_prefixes, find_uniform, local_search, may_gain, worth_s
+from hf_offload.plan.search import find_greedy, find_prefixes, find_uniform, local_search
 from hf_offload.plan.windows import WIDTHS
 
 _SOLVED = 4
@@ -33,12 +33,25 @@ _GAIN = 1.05
 def choose(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> Choice | None:
     """The fastest step within the budget that is found; None if nothing fits. In a run that fits, everything stays.
 
-    Weights and state of a running training stay where they are unless that is a good deal slower. Elementwise operations are
-    recomputed where nothing fits otherwise, or where the step gets faster. Windows of gradients and state are as wide as
-    anything fits with: no simulation knows how much a drive's pace changes.
+    Weights and state of a running training stay where they are unless that is a good deal slower. Where anything has to
+    leave, all blocks recompute their elementwise operations on machines that do so sooner than bytes move, and on others
+    where nothing fits otherwise. Windows of gradients and state are as wide as anything fits with: no simulation knows how
+    much a drive's pace changes.
     """
-    found = (_choose_with(width, footprint, hardware, budget_bytes, allowed) for width in WIDTHS)
-    return next((one for one in found if one is not None), None)
+    steps = [footprint.plain] if footprint.reduced is None else [footprint.plain, footprint.reduced]
+    if hardware.repeats_elementwise and not everything_stays(footprint, hardware, budget_bytes, allowed):
+        steps.reverse()
+    found = (_choose_with(width, step, hardware, budget_bytes, allowed) for step in steps for width in WIDTHS)
+    return next((one.named for one in found if one is not None), None)
+
+
+def everything_stays(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> bool:
+    """Whether a step fits in which nothing is moved or recomputed."""
+    held = next((one for one in ways(footprint, hardware, allowed) if not one.moves), None)
+    if held is None:
+        return False
+    way = _Way(held, problem_of(footprint, hardware, budget_bytes, held, allowed))
+    return may_fit(way.problem) and way.problem.fits(way.kept)
 
 
 def _choose_with(
@@ -52,22 +65,11 @@ def _choose_with(
         if not held.moves and way.problem.fits(way.kept):
             return Choice(held, way.problem, way.kept)
         found.append(way)
-    usual = _choose([way.plain for way in found], allowed)
-    if footprint.elementwise is None or (usual is not None and not may_gain(footprint, usual.solution)):
-        return usual
-    reduced = _choose(found, allowed, usual)
-    if usual is None or reduced is None:
-        return reduced or usual
-    return reduced if better(usual.solution, reduced.solution) is reduced.solution else usual
-
-
-def _choose(found: Sequence["_Way"], allowed: Allowed, usual: Choice | None = None) -> Choice | None:
-    """The fastest of these; no matter which where none is worth it in place of ``usual``."""
-    best, solutions = _fastest(found, usual)
+    best, solutions = _fastest(found)
     if best is None:
-        return _smallest(found) if usual is None else None
+        return _smallest(found)
     if allowed.now is not None and allowed.is_measured and best.held != allowed.now:
-        present, others = _fastest([way for way in found if way.held == allowed.now], usual)
+        present, others = _fastest([way for way in found if way.held == allowed.now])
         if present is not None and present.step_s <= _GAIN * best.step_s:
             best, solutions = present, others
     if not solutions:
@@ -95,28 +97,9 @@ class _Way:
         self.problem = problem
 
     @functools.cached_property
-    def plain(self) -> "_Way":
-        """The same, without recompute of elementwise operations."""
-        return self if self.problem.mixed is None else _Way(self.held, self.problem.plain)
-
-    @functools.cached_property
     def kept(self) -> Solution:
-        """All activations stay, whether they fit or not: no step of this way is faster that recomputes no elementwise
-        operations.
-        """
+        """All activations stay, whether they fit or not: no step of this way is faster."""
         return self.problem.play(Choices(self.problem).uniform(Placement.KEEP), self.problem.windows[0], "keep")
-
-    @functools.cached_property
-    def staying(self) -> Solution:
-        """The faster one that fits, if that of ``kept`` does, of all activations staying and of elementwise operations being
-        recomputed: a backward that takes longer hides more of what weights and state wait for.
-        """
-        if self.problem.mixed is None:
-            return self.kept
-        keep = Choices(self.problem).uniform(Placement.KEEP.with_elementwise)
-        reduced = self.problem.play(keep, self.problem.windows[0], "keep")
-        faster = reduced.timeline.step_s < self.kept.timeline.step_s
-        return reduced if faster and self.problem.fits(reduced) else self.kept
 
     @functools.cached_property
     def written_bytes(self) -> int:
@@ -131,24 +114,21 @@ class _Way:
         return max([footprint.step_s, *loads])
 
 
-def _fastest(found: Sequence[_Way], usual: Choice | None = None) -> tuple[Choice | None, Sequence[Solution]]:
-    """The fastest, and what the search for it began with: nothing where no search can find a faster one. Only what may be
-    worth it in place of ``usual``, if that is given.
-    """
+def _fastest(found: Sequence[_Way]) -> tuple[Choice | None, Sequence[Solution]]:
+    """The fastest, and what the search for it began with: nothing where no search can find a faster one."""
     best: Choice | None = None
-    below_s = worth_s(None if usual is None else usual.solution)
     tried: list[Choice] = []  # at a first look
     left = {False: _SOLVED, True: _SOLVED_PARTLY}
     for way in _by_time(found):
         kept_s = way.kept.timeline.step_s
-        if kept_s >= _GAIN * below_s or (best is not None and (not any(left.values()) or kept_s >= best.step_s)):
+        if best is not None and (not any(left.values()) or kept_s >= best.step_s):
             break
         part_stays = bool(way.held.staying)
         if best is not None and not left[part_stays]:
             continue
         if way.problem.fits(way.kept):
-            if best is None or way.staying.timeline.step_s < best.step_s:
-                best = Choice(way.held, way.problem, way.staying)
+            if best is None or way.kept.timeline.step_s < best.step_s:
+                best = Choice(way.held, way.problem, way.kept)
             continue
         if not any(True for _ in narrowest(way.problem)):
             continue
@@ -164,7 +144,7 @@ def _fastest(found: Sequence[_Way], usual: Choice | None = None) -> tuple[Choice
         assert best is not None
         if one.step_s > _GAIN * best.step_s:
             break
-        some = find_greedy(one.problem, below_s)
+        some = find_greedy(one.problem)
         fastest = min(some, key=lambda each: each.objective, default=one.solution)
         if not solutions or fastest.timeline.step_s < best.step_s:
             best, solutions = dataclasses.replace(one, solution=fastest), some

@@ -42,7 +42,7 @@ class UnitLine:
 
 def unit_lines(problem: Problem, solution: Solution) -> list[UnitLine]:
     """All units in the order of the model."""
-    footprint = problem.step(solution.placements)
+    footprint = problem.footprint
     groups: dict[tuple[object, ...], list[str]] = {}
     for unit in footprint.units:
         placement = solution.placements[unit]
@@ -95,7 +95,7 @@ def _ranges(numbers: list[int]) -> Iterator[str]:
 
 
 def _reason(problem: Problem, solution: Solution, unit: str) -> str:
-    footprint = problem.step(solution.placements)
+    footprint = problem.footprint
     placement = solution.placements[unit]
     nbytes = footprint.saved_bytes[unit]
     if nbytes == 0 and not placement.elementwise:
@@ -113,23 +113,22 @@ def _reason(problem: Problem, solution: Solution, unit: str) -> str:
             text += f"; moving takes {format_seconds(sum(footprint.saved_bytes[one] for one in members) / fastest)}"
         return text
     if placement is Placement.ELEMENTWISE:
-        return _less(problem, footprint, unit)
+        return _less(footprint, unit)
     assert placement.tier is not None
     channel = problem.channels[placement.tier]
     out, back = nbytes / channel.store_bytes_per_s, nbytes / channel.load_bytes_per_s
     between = format_seconds(_time_between(footprint, unit))
     moved = f"{format_seconds(out)} out, {format_seconds(back)} back, {between} between"
-    return f"{_less(problem, footprint, unit)}; {moved}" if placement.elementwise else moved
+    return f"{_less(footprint, unit)}; {moved}" if placement.elementwise else moved
 
 
-def _less(problem: Problem, footprint: Footprint, unit: str) -> str:
+def _less(footprint: Footprint, unit: str) -> str:
     """What a unit does not save, and what its block recomputes for that."""
     block = footprint.units[unit]
-    nbytes = problem.footprint.saved_bytes[unit] - footprint.saved_bytes[unit]
+    before = footprint.usual or footprint
+    nbytes = before.saved_bytes[unit] - footprint.saved_bytes[unit]
     members = [one for one, where in footprint.units.items() if where == block]
-    usual, now = (
-        sum(step.forward_s[one] + step.backward_s[one] for one in members) for step in (problem.footprint, footprint)
-    )
+    usual, now = (sum(step.forward_s[one] + step.backward_s[one] for one in members) for step in (before, footprint))
     return f"{format_bytes(max(0, nbytes))} less saved, {format_seconds(max(0.0, now - usual))} more a block"
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -23,11 +24,17 @@ _ROUNDS = 4
 def least_memory(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> Choice:
     """What needs the least memory, however slow."""
     found = [
-        (held, problem_of(footprint, hardware, budget_bytes, held, allowed))
-        for held in ways(footprint, hardware, allowed)
+        [(held, problem_of(step, hardware, budget_bytes, held, allowed)) for held in ways(footprint, hardware, allowed)]
+        for step in _steps(footprint)
     ]
-    roomy = [one for one in found if min(one[1].room_bytes.values(), default=0) >= 0] or found
-    return min(smallest_of(roomy), key=lambda one: _size(one.problem, one.solution))
+    roomy = [[one for one in each if min(one[1].room_bytes.values(), default=0) >= 0] or each for each in found]
+    smallest_ones = itertools.chain.from_iterable(map(smallest_of, roomy))
+    return min(smallest_ones, key=lambda one: _size(one.problem, one.solution)).named
+
+
+def _steps(footprint: Footprint) -> list[Footprint]:
+    """The step without recompute of elementwise operations, and the one with it."""
+    return [footprint.plain] if footprint.reduced is None else [footprint.plain, footprint.reduced]
 
 
 def smallest_of(found: Sequence[tuple[Held, Problem]]) -> Iterator[Choice]:
@@ -51,6 +58,10 @@ def _size(problem: Problem, solution: Solution) -> tuple[bool, int]:
 
 def can_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> bool:
     """Whether anything fits."""
+    return any(_can_hold(step, hardware, budget_bytes, allowed) for step in _steps(footprint))
+
+
+def _can_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> bool:
     problems = (
         problem_of(footprint, hardware, budget_bytes, held, allowed) for held in ways(footprint, hardware, allowed)
     )

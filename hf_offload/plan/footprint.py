@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from hf_offload.plan.elementwise import Mixed
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
@@ -187,6 +185,7 @@ class Footprint:
         passing_bytes: How much of ``base_bytes`` is for what is on its way: at most moments less of it is used.
         idle: Segments, as half-open ranges, in which so many of these bytes cannot be used, however slow a tier is.
         elementwise: The same step with all blocks recomputing their elementwise operations; None where that cannot be chosen.
+        usual: Of such a step (:attr:`reduced`), the one without; None for others.
         looks_at_gradients: Whether something does before the optimizer steps, so that those that had left memory are back.
         accumulates: Whether gradients are there when it begins, in memory or on a tier: those of earlier micro-batches.
     """
@@ -219,6 +218,7 @@ class Footprint:
     passing_bytes: int = 0
     idle: tuple[tuple[int, int, int], ...] = ()
     elementwise: "Footprint | None" = None
+    usual: "Footprint | None" = None
     step_share: float = 0.0
     accumulates: bool = False
     looks_at_gradients: bool = False
@@ -229,9 +229,41 @@ class Footprint:
         return self if self.elementwise is None else dataclasses.replace(self, elementwise=None)
 
     @functools.cached_property
-    def mixed(self) -> Mixed | None:
-        """The steps in which some blocks recompute their elementwise operations."""
-        return None if self.elementwise is None else Mixed(self.plain, self.elementwise)
+    def reduced(self) -> "Footprint | None":
+        """The step in which all blocks recompute their elementwise operations; None where that cannot be chosen, or saves
+        nothing.
+        """
+        if self.elementwise is None:
+            return None
+        # Of both, the model's bytes and whether a block can run twice are as in the usual step.
+        not_twice = {span.name: span.not_twice for span in self.blocks}
+        found = dataclasses.replace(
+            self,
+            segments=self.elementwise.segments,
+            saved=self.elementwise.saved,
+            blocks=tuple(
+                dataclasses.replace(span, not_twice=not_twice.get(span.name, span.not_twice))
+                for span in self.elementwise.blocks
+            ),
+            elementwise=None,
+            usual=self.plain,
+        )
+        return found if found.reduced_blocks else None
+
+    @functools.cached_property
+    def reduced_blocks(self) -> frozenset[str]:
+        """Blocks that save less than in the usual step, since they recompute their elementwise operations."""
+        if self.usual is None:
+            return frozenset()
+        now, before = self._saved_by_block, self.usual._saved_by_block
+        return frozenset(span.name for span in self.blocks if now[span.name] < before[span.name])
+
+    @property
+    def _saved_by_block(self) -> collections.Counter[str | None]:
+        total: collections.Counter[str | None] = collections.Counter()
+        for unit, nbytes in self.saved_bytes.items():
+            total[self.units[unit]] += nbytes
+        return total
 
     @functools.cached_property
     def recomputable(self) -> tuple[BlockSpan, ...]:

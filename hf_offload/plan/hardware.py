@@ -26,6 +26,10 @@ BUDGET_SHARE = 0.9
 # Of a card's published rates, training reaches about these shares.
 _MATMUL_SHARE = 0.5
 _MEMORY_SHARE = 0.75
+_TIMES_A_LINK = 4
+"""An elementwise operation runs again sooner than its result comes back where memory is so much faster than any link: it
+reads and writes a few operands.
+"""
 _DEFAULT_SSD = 3e9
 _DEFAULT_PCIE = 20e9
 
@@ -166,6 +170,12 @@ class Hardware:
                 self.busy_s,
             )
         return channels
+
+    @property
+    def repeats_elementwise(self) -> bool:
+        """Whether a plan that has to save memory lets elementwise operations run again, whatever else it does."""
+        rates = [one.value for one in (*self.store_bytes_per_s.values(), *self.load_bytes_per_s.values())]
+        return self.memory_bytes_per_s.value >= _TIMES_A_LINK * max(rates, default=0.0)
 
     @property
     def room(self) -> dict[str, int]:

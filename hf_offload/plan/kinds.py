@@ -50,8 +50,8 @@ def kinds_of(counted: Footprint, problem: Problem, held: Held, solution: Solutio
         _kind(problem, STATE, counted.state_bytes, counted.state_bytes - state, held.state, state),
     ]
     if solution is not None:
-        saved = problem.footprint.saved_bytes
-        now_saved = problem.step(solution.placements).saved_bytes
+        now_saved = problem.footprint.saved_bytes
+        saved = now_saved if problem.footprint.usual is None else problem.footprint.usual.saved_bytes
         kept = sum(
             now_saved[unit] for unit, one in solution.placements.items() if one.tier is None and not one.recomputes
         )

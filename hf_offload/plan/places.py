@@ -6,7 +6,6 @@ memory.
 
 import bisect
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -76,6 +75,11 @@ class Choice:
     def step_s(self) -> float:
         """Of the predicted step."""
         return self.solution.timeline.step_s
+
+    @property
+    def named(self) -> "Choice":
+        """The same, with placements that say which blocks recompute their elementwise operations."""
+        return dataclasses.replace(self, solution=self.problem.named(self.solution))
 
 
 def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed, width: int = 1) -> Iterator[Held]:
@@ -165,15 +169,10 @@ def _places(allowed: str, hardware: Hardware) -> Sequence[str | None]:
 def problem_of(footprint: Footprint, hardware: Hardware, budget_bytes: int, held: Held, allowed: Allowed) -> Problem:
     """What is left to be placed: activations, in the memory and the room that the rest leaves."""
     on_host = hardware.device == "cpu"
-    where = functools.partial(
-        _held,
-        held=held,
-        budget_bytes=budget_bytes,
-        on_host=on_host,
-        now=allowed.now or IN_MEMORY,
-        tiers=frozenset(hardware.store_bytes_per_s),
-    )
-    found = where(footprint.plain)
+    found = hold(footprint.plain, held, budget_bytes, on_host, allowed.now or IN_MEMORY)
+    if any(one.tier not in hardware.store_bytes_per_s for one in found.transfers):  # else with what is known of it
+        transfers = tuple(one for one in found.transfers if one.tier in hardware.store_bytes_per_s)
+        found = dataclasses.replace(found, transfers=transfers)
     problem = make_problem(found, hardware, budget_bytes, may_recompute=allowed.may_recompute)
     taken = tier_bytes(footprint, held)
     kept = snapshot_bytes(
@@ -186,13 +185,4 @@ def problem_of(footprint: Footprint, hardware: Hardware, budget_bytes: int, held
     if allowed.written_bytes is not None and "ssd" in room:
         # What activations take of a drive in a step is written in it.
         room["ssd"] = min(room["ssd"], allowed.written_bytes - moved_bytes(found)[0].get("ssd", 0))
-    return dataclasses.replace(problem, room_bytes=room, mixed=footprint.mixed, hold=where)
-
-
-def _held(
-    footprint: Footprint, *, held: Held, budget_bytes: int, on_host: bool, now: Held, tiers: frozenset[str]
-) -> Footprint:
-    found = hold(footprint, held, budget_bytes, on_host, now)
-    if all(one.tier in tiers for one in found.transfers):
-        return found  # with what is known of it
-    return dataclasses.replace(found, transfers=tuple(one for one in found.transfers if one.tier in tiers))
+    return dataclasses.replace(problem, room_bytes=room)

@@ -78,6 +78,7 @@ class Plan:
         read_ahead_bytes: Window of the prefetcher; None: six records of average size, ``most_ahead_bytes`` at most.
         write_behind_bytes: Most bytes that wait to be written from memory that is short.
         keeping: How much may be kept and be in memory; None: no limit, and what is kept is not tracked.
+        elementwise: Whether all blocks recompute their elementwise operations, in backward or within their own recompute.
         reason: Why, in words a user can read.
     """
 
@@ -88,6 +89,7 @@ class Plan:
     write_behind_bytes: int
     most_ahead_bytes: int | None = None
     keeping: Keeping | None = None
+    elementwise: bool = False
     reason: str
 
     def placement(self, unit: str) -> Placement:

@@ -53,6 +53,7 @@ def windows_for(footprint: Footprint) -> tuple[Windows, ...]:
 
 def make_problem(footprint: Footprint, hardware: Hardware, budget_bytes: int, *, may_recompute: bool = True) -> Problem:
     """What :func:`~hf_offload.plan.search.solve` takes."""
+    reduced = footprint.reduced
     return Problem(
         footprint=footprint.plain,
         channels=hardware.channels,
@@ -60,7 +61,7 @@ def make_problem(footprint: Footprint, hardware: Hardware, budget_bytes: int, *,
         budget_bytes=budget_bytes,
         windows=windows_for(footprint),
         may_recompute=may_recompute,
-        mixed=footprint.mixed,
+        reduced=None if reduced is None else make_problem(reduced, hardware, budget_bytes, may_recompute=may_recompute),
     )
 
 
@@ -105,9 +106,8 @@ def plan_of(problem: Problem, solution: Solution, like: Plan, reason: str) -> Pl
     saved = problem.footprint.saved_bytes
     return dataclasses.replace(
         like,
-        placements={
-            unit: one for unit, one in solution.placements.items() if saved[unit] or one.recomputes or one.elementwise
-        },
+        placements={unit: one for unit, one in solution.placements.items() if saved[unit] or one.recomputes},
+        elementwise=problem.footprint.usual is not None,
         read_ahead_bytes=solution.windows.read_ahead_bytes,
         write_behind_bytes=solution.windows.write_behind_bytes,
         keeping=_keeping(problem, solution),
@@ -116,7 +116,7 @@ def plan_of(problem: Problem, solution: Solution, like: Plan, reason: str) -> Pl
 
 
 def _keeping(problem: Problem, solution: Solution) -> Keeping | None:
-    footprint, timeline = problem.step(solution.placements), solution.timeline
+    footprint, timeline = problem.footprint, solution.timeline
     needed = timeline.must_fit_bytes if footprint.skipped_blocks else timeline.peak_bytes
     spare = max(0, problem.limit_bytes - needed)
     kept = {

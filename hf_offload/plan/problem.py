@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from hf_offload.plan.elementwise import Mixed
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.simulate import simulate
@@ -16,15 +15,7 @@ Placements = Mapping[str, Placement]
 _RESERVE_PERCENT = 3
 _MIB = 1 << 20
 
-_MOST_STEPS = 64
-"""Steps that are kept, of the many that a search looks at."""
-
 _RECOMPUTES = {"ram": Placement.RECOMPUTE_RAM, "ssd": Placement.RECOMPUTE_SSD}
-
-
-def as_it_is(footprint: Footprint) -> Footprint:
-    """With everything in memory."""
-    return footprint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +44,7 @@ class Problem:
         budget_bytes: Most memory at any time, weights and optimizer state included. A small share of it is left free.
         windows: How far to read ahead and write behind, best first.
         may_recompute: Whether blocks may be recomputed in backward.
-        mixed: The steps in which blocks recompute their elementwise operations; None where that cannot be chosen.
-        hold: What makes ``footprint`` of the step that ``mixed`` has without any such block, and others of the others.
+        reduced: The same problem with all blocks recomputing their elementwise operations; None where that cannot be chosen.
     """
 
     footprint: Footprint
@@ -63,35 +53,7 @@ class Problem:
     budget_bytes: int
     windows: Sequence[Windows]
     may_recompute: bool = True
-    mixed: Mixed | None = None
-    hold: Callable[[Footprint], Footprint] = as_it_is
-
-    def step(self, placements: Placements) -> Footprint:
-        """The step in which the blocks that ``placements`` says recompute their elementwise operations."""
-        if self.mixed is None:
-            return self.footprint
-        blocks = frozenset(block for block in self.mixed.blocks if placements[block].elementwise)
-        if not blocks:
-            return self.footprint
-        found = self._steps.get(blocks)
-        if found is None:
-            if len(self._steps) >= _MOST_STEPS:
-                self._steps.clear()
-            found = self._steps[blocks] = self.hold(self.mixed.step(blocks))
-        return found
-
-    @functools.cached_property
-    def _steps(self) -> dict[frozenset[str], Footprint]:
-        return {}
-
-    @functools.cached_property
-    def plain(self) -> "Problem":
-        """The same, without that choice."""
-        if self.mixed is None:
-            return self
-        found = dataclasses.replace(self, mixed=None)
-        found.__dict__["_played"] = self._played  # without such blocks, they are the same steps
-        return found
+    reduced: "Problem | None" = None
 
     @property
     def limit_bytes(self) -> int:
@@ -104,19 +66,30 @@ class Problem:
         key = tuple(placements.values()), windows if moves else None
         timeline = self._played.get(key)
         if timeline is None:
-            timeline = self._played[key] = simulate(self.step(placements), placements, self.channels, windows)
+            timeline = self._played[key] = simulate(self.footprint, placements, self.channels, windows)
         return Solution(placements, windows, timeline, method)
 
     @functools.cached_property
     def _played(self) -> dict[tuple[tuple[Placement, ...], Windows | None], Timeline]:
         return {}
 
+    def named(self, solution: Solution) -> Solution:
+        """``solution``, whose placements say which blocks recompute their elementwise operations."""
+        blocks, units = self.footprint.reduced_blocks, self.footprint.units
+        return dataclasses.replace(
+            solution,
+            placements={
+                unit: one.with_elementwise if units[unit] in blocks and not one.recomputes else one
+                for unit, one in solution.placements.items()
+            },
+        )
+
     def least_s(self, placements: Placements) -> float:
         """A step takes no less: everything is computed once, and what is recomputed twice."""
-        costs, more_s = self.footprint.recompute_costs, {} if self.mixed is None else self.mixed.more_s
-        again = (seconds for block, (seconds, _) in costs.items() if placements[block].recomputes)
-        elementwise = (seconds for block, seconds in more_s.items() if placements[block].elementwise)
-        return self.footprint.step_s + sum(again) + sum(elementwise)
+        costs = self.footprint.recompute_costs
+        return self.footprint.step_s + sum(
+            seconds for block, (seconds, _) in costs.items() if placements[block].recomputes
+        )
 
     def fits(self, solution: Solution) -> bool:
         """Whether memory, even where the tier stops writing for a while, and every tier stay within their limits."""
@@ -154,7 +127,6 @@ class Choices:
         units: Units that save something, in the order of forward.
         blocks: What can be recomputed.
         members: Block -> the units that lie in it.
-        reduced: What can recompute its elementwise operations alone.
     """
 
     def __init__(self, problem: Problem):
@@ -167,16 +139,12 @@ class Choices:
         self.recomputes: list[Placement] = []
         if problem.may_recompute and self.blocks:
             self.recomputes = [Placement.RECOMPUTE, *(_RECOMPUTES[tier.value] for tier in self.tiers)]
-        self.reduced = frozenset(() if problem.mixed is None else problem.mixed.blocks)
-        stays = [Placement.KEEP, *self.tiers]
-        self.options = [*stays, *self.recomputes, *(one.with_elementwise for one in stays if self.reduced)]
+        self.options = [Placement.KEEP, *self.tiers, *self.recomputes]
         first: dict[str, int] = {}
         for one in footprint.saved:
             first.setdefault(one.unit, one.packed)
         self.units = sorted(first, key=first.__getitem__)
-        self.members: dict[str, list[str]] = {
-            block: [] for block in dict.fromkeys((*self.blocks, *sorted(self.reduced)))
-        }
+        self.members: dict[str, list[str]] = {block: [] for block in self.blocks}
         for unit in self.units:
             block = self._blocks_of[unit]
             if block in self.members:
@@ -187,12 +155,9 @@ class Choices:
         return self.place(dict.fromkeys(self.units, placement))
 
     def place(self, wanted: Placements) -> Placements:
-        """A placement for every unit: a block is recomputed as a whole, its elementwise operations too, and nothing outside
-        of blocks is.
-        """
+        """A placement for every unit: a block is recomputed as a whole, and nothing outside of blocks is."""
         chosen = dict.fromkeys(self._blocks_of, Placement.KEEP)
         recomputed: dict[str, Placement] = {}
-        reduced: set[str] = set()
         for unit, placement in wanted.items():
             block = self._blocks_of[unit]
             if placement.recomputes and block in self._recomputable:
@@ -200,11 +165,6 @@ class Choices:
                 continue
             recomputed.pop(unit, None)
             chosen[unit] = placement.in_full
-            if placement.elementwise and block in self.reduced:
-                reduced.add(block)
-        for block in reduced - recomputed.keys():
-            for unit in (block, *self.members[block]):
-                chosen[unit] = chosen[unit].with_elementwise
         for block, placement in recomputed.items():
             chosen |= dict.fromkeys((block, *self.members[block]), placement)
         return chosen
@@ -213,24 +173,18 @@ class Choices:
         """Every single choice there is."""
         stays = (Placement.KEEP, *self.tiers)
         found = [(unit, placement) for unit in self.units for placement in stays]
-        found += [(block, placement) for block in self.blocks for placement in self.recomputes]
-        reduced = [unit for unit in self.units if self._blocks_of[unit] in self.reduced]
-        return found + [(unit, placement.with_elementwise) for unit in reduced for placement in stays]
+        return found + [(block, placement) for block in self.blocks for placement in self.recomputes]
 
     def changed(self, placements: Placements, unit: str, placement: Placement) -> Placements:
         """``placements``, which :meth:`place` has made, with one unit, or one block as a whole, placed otherwise."""
         block = self._blocks_of[unit]
         wanted = dict(placements)
         before = Placement.KEEP if block is None else placements[block]
-        if not (before.recomputes or before.elementwise or placement.recomputes or placement.elementwise):
+        if not (before.recomputes or placement.recomputes):
             wanted[unit] = placement
             return wanted
         if block is not None and not placement.recomputes:
-            members = [block, *self.members.get(block, ())]
-            if placements[block].recomputes:
-                # One part of a recomputed block cannot be moved alone: the block is taken apart.
-                wanted |= dict.fromkeys(members, placement)
-            elif placements[block].elementwise and not placement.elementwise:
-                wanted |= {one: placements[one].in_full for one in members}
+            # One part of a recomputed block cannot be moved alone: the block is taken apart.
+            wanted |= dict.fromkeys([block, *self.members.get(block, ())], placement)
         wanted[unit] = placement
         return self.place(wanted)

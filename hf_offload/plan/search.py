@@ -13,7 +13,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 from hf_offload.plan.bounds import Bounds
-from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.problem import Choices, Placements, Problem, Solution
 from hf_offload.plan.timeline import Windows
@@ -33,43 +32,14 @@ _FAR = 1.05
 _LIKELY = 3
 # What is slower than the best by this is not improved further, where all units are placed alike.
 _NEAR = 1.03
-# What is no faster than this is not worth computing anything twice.
-_WORTH = 1.01
 
 
 def solve(problem: Problem) -> Solution | None:
-    """The fastest solution within the budget, or None if there is none. Ties go to what moves fewer bytes.
-
-    Elementwise operations are recomputed where nothing fits otherwise, or where the step gets faster.
-    """
-    usual = _solve(problem.plain)
-    if problem.mixed is None or (usual is not None and not may_gain(problem.footprint, usual)):
-        return usual
-    return better(usual, _solve(problem, worth_s(usual)))
-
-
-def may_gain(footprint: Footprint, usual: Solution) -> bool:
-    """Whether a step could be faster if it had to wait less, and to recompute fewer blocks."""
-    return usual.timeline.step_s > _WORTH * footprint.step_s
-
-
-def worth_s(usual: Solution | None) -> float:
-    """How long a step may take at most that is to be preferred to ``usual`` because blocks recompute something in it."""
-    return math.inf if usual is None else usual.timeline.step_s / _WORTH
-
-
-def better(usual: Solution | None, reduced: Solution | None) -> Solution | None:
-    """``reduced``, which recomputes elementwise operations, where that is worth it."""
-    if usual is None or reduced is None:
-        return reduced or usual
-    return reduced if reduced.timeline.step_s < worth_s(usual) else usual
-
-
-def _solve(problem: Problem, below_s: float = math.inf) -> Solution | None:
+    """The fastest solution within the budget, or None if there is none. Ties go to what moves fewer bytes."""
     keep = problem.play(Choices(problem).uniform(Placement.KEEP), problem.windows[0], "keep")
     if problem.fits(keep):
         return keep
-    found = local_search(problem, find_greedy(problem, below_s), find_uniform(problem))
+    found = local_search(problem, find_greedy(problem), find_uniform(problem))
     if found is None:
         found = smallest(problem)
     return found if problem.fits(found) else None
@@ -158,8 +128,6 @@ def _as_many_as_fit(problem: Problem, choices: Choices, placement: Placement, wi
     room, nbytes = problem.room_bytes.get(placement.tier or "", 0), problem.footprint.saved_bytes
     ends = list(itertools.accumulate(nbytes[unit] for unit in choices.units))
     enough, step = min(bisect.bisect_right(ends, room), count - 1), 1
-    if not problem.has_room(prefix(enough)):  # another step of the block may save more in one of its units
-        enough = 0
     while enough + step < count and problem.has_room(prefix(enough + step)):
         enough, step = enough + step, 2 * step
     candidates = range(enough + 1, min(enough + step, count))
@@ -168,22 +136,26 @@ def _as_many_as_fit(problem: Problem, choices: Choices, placement: Placement, wi
 
 def uniform(problem: Problem, placement: Placement) -> Solution | None:
     """Every unit placed alike, with the widest windows; None if the problem does not allow that placement."""
+    if placement.elementwise:
+        reduced = problem.reduced
+        found = None if reduced is None else uniform(reduced, placement.in_full)
+        return None if reduced is None or found is None else reduced.named(found)
     choices = Choices(problem)
     if placement not in choices.options:
         return None
     return problem.play(choices.uniform(placement), problem.windows[0], placement.value)
 
 
-def find_greedy(problem: Problem, below_s: float = math.inf) -> list[Solution]:
+def find_greedy(problem: Problem) -> list[Solution]:
     """Solutions in which as few units are placed in one way as the budget allows, and the rest is kept. Each way has the
-    widest windows in which that fits: wider ones wait less. Ways that cannot be faster than what others have found, or than
-    ``below_s``, are left out.
+    widest windows in which that fits: wider ones wait less. Ways that cannot be faster than what others have found are left
+    out.
 
     Which come first: those whose bytes backward needs last, which have the most time to go and come back (SSDTrain's prefix
     rule), the largest, or the smallest. Half of the best prefixes is tried with a second placement.
     """
     choices = Choices(problem)
-    bounds = Bounds(problem, choices)
+    bounds = Bounds(problem)
     units = choices.units
     nbytes = problem.footprint.saved_bytes
     largest = sorted(units, key=lambda unit: -nbytes[unit])
@@ -191,7 +163,7 @@ def find_greedy(problem: Problem, below_s: float = math.inf) -> list[Solution]:
     prefixes: list[Prefix] = []
     solutions: list[Solution] = []
     for least_s, placement in _possible(choices, bounds):
-        if least_s >= min(below_s, min((one.timeline.step_s for one in solutions), default=math.inf)):
+        if least_s >= min((one.timeline.step_s for one in solutions), default=math.inf):
             break
         orders = (units,) if placement.recomputes else (units, largest, smallest_first)
         for order in orders:
@@ -206,7 +178,7 @@ def find_greedy(problem: Problem, below_s: float = math.inf) -> list[Solution]:
                 halves = dict.fromkeys(units[: one.count // 2], second)
                 halves |= dict.fromkeys(units[one.count // 2 : one.count], one.placement)
                 placements = choices.place(halves)
-                if problem.least_s(placements) < min(below_s, prefixes[0].solution.timeline.step_s):
+                if problem.least_s(placements) < prefixes[0].solution.timeline.step_s:
                     solutions.append(problem.play(placements, one.solution.windows, "greedy"))
     return [one for one in solutions if problem.fits(one)]
 
@@ -245,17 +217,16 @@ def find_prefixes(problem: Problem) -> list[Prefix]:
     :func:`find_greedy` finds, which mostly says which of several problems has the faster solution.
     """
     choices = Choices(problem)
-    bounds = Bounds(problem, choices)
+    bounds = Bounds(problem)
     found: list[Prefix] = []
-    left = {False: _LIKELY, True: _LIKELY}
     for least_s, placement in _possible(choices, bounds):
         if least_s > min((one.solution.timeline.step_s for one in found), default=math.inf):
             break
-        if left[placement.elementwise]:
-            one = _prefix(problem, choices, bounds, choices.units, placement)
-            if one is not None:
-                left[placement.elementwise] -= 1
-                found.append(one)
+        one = _prefix(problem, choices, bounds, choices.units, placement)
+        if one is not None:
+            found.append(one)
+        if len(found) == _LIKELY:
+            break
     return sorted(found, key=lambda one: one.solution.objective)
 
 

@@ -26,35 +26,35 @@ def sparing(choice: Choice, footprint: Footprint, hardware: Hardware, budget_byt
     Where a measured step had a part in where weights and state are, and ``choice`` lets them be there, they stay there.
     """
     may_change = allowed.now is None or not allowed.is_measured or choice.held != allowed.now
+    step = footprint.plain if choice.problem.footprint.usual is None else footprint.reduced
+    assert step is not None, "the choice has been made of it"
     problems = [(choice.held, choice.problem)]
     if may_change:
-        plain = footprint.plain
         problems = [
-            (held, problem_of(plain, hardware, budget_bytes, held, allowed))
-            for held in ways(plain, hardware, allowed, choice.held.width)
+            (held, problem_of(step, hardware, budget_bytes, held, allowed))
+            for held in ways(step, hardware, allowed, choice.held.width)
         ]
     best, least = choice, all_moved_bytes(choice.problem, choice.solution)
     possible = (one for one in sorted(problems, key=lambda one: _passing_bytes(one[1].footprint)) if may_fit(one[1]))
     for held, problem in itertools.islice(possible, _LOOKED_AT):
         if _passing_bytes(problem.footprint) >= least:
             break
-        for prefix in find_prefixes(problem.plain):
+        for prefix in find_prefixes(problem):
             nbytes = all_moved_bytes(problem, prefix.solution)
             if nbytes < least and prefix.solution.timeline.step_s <= _AS_FAST * choice.step_s:
                 best, least = dataclasses.replace(choice, held=held, problem=problem, solution=prefix.solution), nbytes
-    return _with_more_state(best, footprint, hardware, budget_bytes, allowed) if may_change else best
+    return (_with_more_state(best, step, hardware, budget_bytes, allowed) if may_change else best).named
 
 
 def _with_more_state(
-    choice: Choice, footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed
+    choice: Choice, step: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed
 ) -> Choice:
     """``choice``, with gradients and state of as many more units in memory as fit next to all else: it was searched in
     eighths.
     """
-    units = units_in_order(footprint)
+    units = units_in_order(step)
     if not choice.held.staying or allowed.state != "auto":
         return choice
-    step = footprint if choice.problem.mixed is not None else footprint.plain
 
     def with_first(count: int) -> Choice:
         held = dataclasses.replace(choice.held, staying=frozenset(units[:count]))
@@ -73,7 +73,7 @@ def _with_more_state(
 
 def all_moved_bytes(problem: Problem, solution: Solution) -> int:
     """What a step writes to tiers and reads from them."""
-    return _passing_bytes(problem.step(solution.placements)) + 2 * solution.timeline.moved_bytes
+    return _passing_bytes(problem.footprint) + 2 * solution.timeline.moved_bytes
 
 
 def _passing_bytes(footprint: Footprint) -> int:

@@ -16,12 +16,12 @@ from hf_offload.interrupts import signals_deferred
 from hf_offload.plan.hardware import BUDGET_SHARE
 from hf_offload.plan.plan import Plan
 from hf_offload.planning.decisions import Decisions
+from hf_offload.planning.elementwise import Elementwise
 from hf_offload.planning.feedback import Feedback
 from hf_offload.planning.known import Known
 from hf_offload.planning.model_state import ModelState
 from hf_offload.planning.overhead import Overhead
 from hf_offload.planning.ranks import hardware_of_all
-from hf_offload.planning.trial import Trial
 from hf_offload.ranks import Ranks
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.transforms.rematerialization.apply import ElementwiseBlocks
@@ -64,9 +64,6 @@ class AutomaticPlan:
         safest = dataclasses.replace(safest, write_behind_bytes=behind, most_ahead_bytes=little)
         self._apply(safest)
         engine.transfer.mover.time_stalls()  # else plans would count transfers as compute
-        trial = Trial((), lambda: False)
-        if elementwise is not None:
-            trial = Trial(blocks, lambda: all(ranks.gather(elementwise.possible)))
         overhead = Overhead(engine, model_state, hardware.device)
         self._decisions = Decisions(
             model,
@@ -79,7 +76,9 @@ class AutomaticPlan:
             overhead=overhead,
             on_infeasible=on_infeasible,
             ranks=ranks,
-            trial=trial,
+            elementwise=Elementwise(
+                safest, lambda: elementwise is not None and all(ranks.gather(elementwise.possible))
+            ),
         )
         self._feedback = Feedback(model, self._decisions, engine, model_state, overhead, ranks)
 
@@ -104,7 +103,7 @@ class AutomaticPlan:
             self._engine.apply_plan(plan)
             self._recompute.apply(self._present(name for name, one in plan.placements.items() if one.recomputes))
             if self._elementwise is not None:
-                self._elementwise.apply(self._present(name for name, one in plan.placements.items() if one.elementwise))
+                self._elementwise.apply(self._present(list(self._blocks)) if plan.elementwise else ())
 
     def _present(self, names: Iterable[str]) -> Iterator[str]:
         """Of these units the blocks that have the names they had at first: once one has been added, deleted or replaced, a

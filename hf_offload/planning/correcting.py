@@ -78,7 +78,9 @@ def follow_pace(known: Known, terms: Terms) -> None:
 
 def _present(known: Known, footprint: Footprint, terms: Terms) -> tuple[Solution, int]:
     """The plan as it is, at the present pace and rates, and its peak."""
-    problem = problem_of(footprint, terms.hardware, terms.budget_bytes, known.held, terms.allowed)
+    step = footprint if known.problem.footprint.usual is None else footprint.reduced
+    assert step is not None, "the plan was made of it"
+    problem = problem_of(step, terms.hardware, terms.budget_bytes, known.held, terms.allowed)
     solution = problem.play(known.solution.placements, known.solution.windows, known.solution.method)
     return solution, peak_of(problem, solution)
 

@@ -4,25 +4,20 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from torch import nn
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan.fitting import may_hold
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.places import problem_of
 from hf_offload.plan.plan import Plan
-from hf_offload.plan.search import may_gain
 from hf_offload.plan.timeline import Windows
 from hf_offload.planning.correcting import corrected_plan, follow_pace, say
-from hf_offload.planning.graphs import WalkedGraphs
+from hf_offload.planning.elementwise import Elementwise
 from hf_offload.planning.known import (
     Known,
-    Terms,
     find_known,
-    known_as_measured,
     known_by_simulating,
     known_exceeding,
     known_with_more_state,
@@ -35,9 +30,9 @@ from hf_offload.planning.observed import ObservedEngine
 from hf_offload.planning.overhead import Overhead
 from hf_offload.planning.pace import Pace
 from hf_offload.planning.situation import Situation
-from hf_offload.planning.trial import Trial
+from hf_offload.planning.unplanned import Unplanned
 from hf_offload.ranks import Ranks
-from hf_offload.settings.sizes import format_bytes, format_seconds
+from hf_offload.settings.sizes import format_bytes
 
 # The first step under a new plan still learns which records need not leave: the second is looked at.
 _SETTLED_STEPS = 1
@@ -47,15 +42,20 @@ _LASTING = 3
 
 @dataclasses.dataclass
 class Played:
-    """A micro-batch of the running step: what it runs under (``known``; where that is None, ``plan``, to be measured), and
-    which of the meter's it is.
+    """A micro-batch of the running step: what it runs under, whether it is measured, and recomputes elementwise operations
+    for that, and which of the meter's it is.
     """
 
     situation: Situation
     known: Known | None
     is_measured: bool = False
-    plan: Plan | None = None
+    is_reduced: bool = False
     metered: int | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its plan keeps everything, however often its graph is walked."""
+        return self.known is not None and self.known.plan is not None
 
 
 class Decisions:
@@ -66,11 +66,14 @@ class Decisions:
     row and earns its own. The second step under each plan is measured, too: a peak over the budget is planned again with as
     much less. Where steps take longer or shorter than predicted, what was measured is planned again at their pace and with
     the rates that tiers have reached. Weights and state of the ``model_state`` are where the plan of the micro-batch that
-    needs most has them, and others are planned around that; where a plan moves them, the next step is measured. A plan that
-    waits or recomputes has two more steps measured, for recompute of elementwise operations as another choice
-    (:class:`~hf_offload.planning.trial.Trial`). Where no plan fits, ``on_infeasible`` is called to change the model so that
-    it needs less; if it has, the next step is measured, too. If it has not, the run ends with an error, unless a whole step
+    needs most has them, and others are planned around that; where a plan moves them, the next step is measured. Where
+    anything has to leave, another step is measured with recompute of elementwise operations, on machines on which that pays,
+    and on all where nothing fits otherwise. Where no plan fits, ``on_infeasible`` is called to change the model so that it
+    needs less; if it has, the next step is measured, too. If it has not, the run ends with an error, unless a whole step
     has had plans before: then what does not fit runs under the plan that needs the least memory, with a warning.
+
+    Plans are made for one forward at a time, whose graph is walked once. Where a step shows something else, everything moves
+    from then on, unless one thread trains and all that was measured can stay.
 
     Several processes decide together, about the largest batch and the largest peak that any of them has, and follow one plan.
 
@@ -92,26 +95,22 @@ class Decisions:
         overhead: Overhead,
         on_infeasible: Callable[[], bool],
         ranks: Ranks,
-        trial: Trial,
+        elementwise: Elementwise,
     ):
         self._model = weakref.ref(model)
         self._ranks = ranks
         self.budget_bytes = min(ranks.gather(budget_bytes))
-        self._hardware = hardware
         self._safest = safest
         self._apply = apply
         self._engine = engine
         self._model_state = model_state
-        self._overhead = overhead
-        self._moving = Moving(model_state, ranks)
-        self._trial = trial
-        self._need_less = on_infeasible
+        self._moving = Moving(model_state, ranks, self.budget_bytes, hardware, overhead, on_infeasible)
+        self._elementwise = elementwise
         self._known: dict[Situation, Known] = {}
         self._windows: Windows | None = None  # of the next step that is measured, where nothing is known
         self._wanted: set[Situation] = set()  # to be measured when they come again
-        self._graphs = WalkedGraphs(safest)
-        # Of all that were measured: weights and state are where it needs them.
-        self._most_demanding: Situation | None = None
+        self._unplanned = Unplanned(safest, ranks)
+        self._present = safest
         self._pace = Pace()
         self._in_force: Known | None = None
         self._has_planned = self._has_warned = False
@@ -124,25 +123,33 @@ class Decisions:
 
     def begin(self, situation: Situation, state_bytes: int) -> Played:
         """Decide under which plan a micro-batch runs, with so many bytes of optimizer state, and let it be followed."""
-        made_graph, all_state_bytes = zip(*self._ranks.gather((self._engine.made_graph(), state_bytes)), strict=True)
-        if any(made_graph):
-            self._expect_graph()
+        keeps = self._in_force is not None and self._in_force.plan is not None
+        walks = self._engine.made_graph() and not keeps
+        seen = self._ranks.gather((walks, self._unplanned.shares, state_bytes))
+        all_walk, all_share, all_state_bytes = zip(*seen, strict=True)
+        if any(all_share):
+            self._unplanned.shares = True
+            self._stop_planning(None)
+            return Played(situation, None)
+        if any(all_walk):
+            self._measure_walks()
         self._repeated = self._repeated + 1 if situation == self._last else 1
         self._last = situation
-        known = self._find_known(situation)
+        known = find_known(self._known, situation)
         if known is not None:
             known = self._with_all_state(known, max(all_state_bytes))
         lasting = self._repeated >= _LASTING and known is not None and not known.is_for(situation)
-        trying = self._trial.wants(situation)
-        if known is None or lasting or trying or any(situation.begins(wanted) for wanted in self._wanted):
+        reduced = self._elementwise.plan(situation)
+        if reduced is not None:
+            self._in_force = None
+            self._set_plan(reduced)
+            return Played(situation, None, is_measured=True, is_reduced=True)
+        if known is None or lasting or any(situation.begins(wanted) for wanted in self._wanted):
             windows = self._make_room(situation) if known is None else windows_to_measure(known, self._safest)
             if known is None or windows is not None:
                 self._in_force = None
-                wide = self._safest if windows is None else moving_all(self._safest, windows)
-                plan = self._trial.plan(situation, self._graphs.plan(situation, wide))
-                self._apply(plan)
-                return Played(situation, None, is_measured=True, plan=plan)
-            self._trial.give_up(situation)
+                self._set_plan(self._safest if windows is None else moving_all(self._safest, windows))
+                return Played(situation, None, is_measured=True)
             self._wanted = {one for one in self._wanted if not situation.begins(one)}  # there is no room to measure it
         self._apply_plan(known)
         looked_at = known.is_for(situation) and known.steps == _SETTLED_STEPS
@@ -152,7 +159,7 @@ class Decisions:
         """For a step whose need is not known: the windows to measure it with, None for those of the first step."""
         if not self._known:
             return self._windows
-        most = self._most_demanding
+        most = self._moving.most_demanding
         needs_more = most is None or situation.demand > most.demand
         if needs_more:
             self._model_state.let_few_stay(True)
@@ -161,12 +168,6 @@ class Decisions:
         # What is nearest to it says how much there may be on its way, but for what waits to be written.
         nearest = max(self._known.values(), key=lambda one: one.situation.elements)
         return not_behind(windows_to_measure(nearest, self._safest) or nearest.problem.windows[-1], self._safest)
-
-    def _find_known(self, situation: Situation) -> Known | None:
-        """A plan that it can run under: no other's where its backward may make a graph of itself, as that one's does not."""
-        if self._graphs.awaits(situation) and situation not in self._known:
-            return None
-        return find_known(self._known, situation)
 
     def go_on(self, played: Played, situation: Situation) -> None:
         """The micro-batch has another forward, which the plan it runs under may not be made for."""
@@ -182,18 +183,6 @@ class Decisions:
             played.known = known
             self._apply_plan(known)
 
-    def _expect_graph(self) -> None:
-        """Backward has made a graph of itself: where the plan is for steps that do not, another is for those that do."""
-        known, last = self._in_force, self._last
-        if known is None or known.plan is not None or last is None:
-            return
-        if not (self._graphs.may_await(known.situation) and self._graphs.may_await(last)):
-            return
-        self._log(logging.INFO, "Backward made a graph of itself for the first time: measuring until it does so again.")
-        for situation in (known.situation, last):
-            self._known.pop(situation, None)
-            self._graphs.await_one(situation, known.problem.windows[-1])
-
     def _with_all_state(self, known: Known, state_bytes: int) -> Known | None:
         """``known``, planned again where optimizers hold more by now than it was made for; None if that does not fit."""
         more = state_bytes - known.footprint.state_bytes
@@ -201,7 +190,9 @@ class Decisions:
             return known
         del self._known[known.situation]
         try:
-            other, _ = self._in_place(lambda: known_with_more_state(known, more, self._terms_for(known.situation)))
+            other, _ = self._in_place(
+                lambda: known_with_more_state(known, more, self._moving.terms_for(known.situation))
+            )
         except OffloadPlanError:
             return None  # it is measured
         if other is None:
@@ -213,7 +204,55 @@ class Decisions:
     def _apply_plan(self, known: Known | None) -> None:
         if known is not self._in_force:
             self._in_force = known
-            self._apply(self._safest if known is None else known.plan_like(self._safest))
+            self._set_plan(self._safest if known is None else known.plan_like(self._safest))
+
+    def _set_plan(self, plan: Plan) -> None:
+        self._present = plan
+        self._apply(plan)
+
+    # -- steps that no plan is made for -------------------------------------------------------------------------------
+
+    def is_unplanned(self) -> bool:
+        """Whether no plans are made any more, and everything moves."""
+        return self._unplanned.is_on
+
+    def allow_threads(self) -> bool:
+        """A forward begins while another thread runs one; whether it can under the present plan."""
+        return self._unplanned.allow_threads(self._present)
+
+    def _find_kept(
+        self, found: Mapping[Situation, int], reduced: Container[Situation], meter: StepMeter
+    ) -> dict[Situation, Known] | None:
+        """The plans that keep everything of a measured step that no other plan can be made for; empty if there are none, and
+        None if it can be planned.
+        """
+        walks = self._engine.made_graph() or any(map(meter.walks_again, found.values()))
+        if not self._unplanned.see(walks, meter.is_shared):
+            return None
+        if any(one in reduced for one in found) and not self._unplanned.shares:
+            self._measure_walks()  # with all that is saved without
+            return {}
+        plans = self._unplanned.kept({one: self._footprint(meter, at) for one, at in found.items()}, self._moving.terms)
+        if not plans:
+            own = max(map(meter.peak_bytes, found.values())), max(map(meter.taken_bytes, found.values()))
+            peak, taken = (max(each) for each in zip(*self._ranks.gather(own), strict=True))
+            if peak > self.budget_bytes and not self._unplanned.shares:
+                self._moving.on_infeasible()
+            self._stop_planning(taken)
+        return plans
+
+    def _measure_walks(self) -> None:
+        """A graph was walked again under a plan for steps that do not: a measured step says whether all of it can stay."""
+        self._unplanned.walks = True
+        self._elementwise.forget()
+        self._known.clear()
+        self._in_force = self.planned = None
+
+    def _stop_planning(self, peak_bytes: int | None) -> None:
+        self._known.clear()
+        self._wanted.clear()
+        self._in_force = self.planned = None
+        self._set_plan(self._unplanned.begin(self.budget_bytes, peak_bytes))
 
     # -- a step has ended ---------------------------------------------------------------------------------------------
 
@@ -234,7 +273,12 @@ class Decisions:
         for one in _each(known):
             one.steps += 1
         if meter is not None:
-            self._check_peaks(played, meter)
+            self._unplanned.shares = self._unplanned.shares or meter.is_shared
+            walks = (meter.walks_again(one.metered) for one in played if one.metered is not None and not one.is_kept)
+            if any(self._ranks.gather(any(walks))):
+                self._measure_walks()
+            else:
+                self._check_peaks(played, meter)
             return
         seconds, computed_s = map(max, zip(*self._ranks.gather(times), strict=True))
         once = self.planned.footprint.optimizer_step_s
@@ -256,23 +300,25 @@ class Decisions:
         }
         if not found:
             return False
-        again = {
-            situation for situation, metered in found.items() if any(self._ranks.gather(meter.walks_again(metered)))
-        }
-        needed = [
-            situation
-            for situation in found
-            if not any(  # one plan is enough for both
-                other != situation and situation.begins(other) and (situation not in again or other in again)
-                for other in found
-            )
-        ]
-        needed.sort(key=lambda situation: situation.demand, reverse=True)
-        plans: dict[Situation, Known] = {}
+        reduced = {one.situation for one in played if one.is_reduced}
+        kept = self._find_kept(found, reduced, meter)
+        if kept is not None and not kept:
+            return True
+        plans: dict[Situation, Known] = kept or {}
+        needed: list[Situation] = []
+        if kept is None:  # where one begins as another, one plan is enough for both
+            needed = [one for one in found if not any(other != one and one.begins(other) for other in found)]
+            needed.sort(key=lambda situation: situation.demand, reverse=True)
         refused: dict[Situation, OffloadPlanError] = {}
+        steps: dict[Situation, Footprint] = {}
         for situation in needed:
+            footprint = self._footprint(meter, found[situation])
+            joined = self._elementwise.joined(situation, footprint) if situation in reduced else footprint
+            if joined is not None:
+                steps[situation] = joined
+        for situation, footprint in steps.items():
             try:
-                known, has_moved = self._find_measured(situation, played, meter, found[situation])
+                known, has_moved = self._simulated(situation, footprint)
                 if has_moved:
                     return True
                 if known is not None:
@@ -283,13 +329,13 @@ class Decisions:
             # A step that was measured again may have been a smaller one than the one that was refused before it.
             self._refused = refused if self._has_planned else self._refused | refused
             most, refusal = max(self._refused.items(), key=lambda one: one[1].smallest_bytes or 0)
-            if self._on_infeasible():
+            if self._moving.on_infeasible():
                 self._measure_again(str(refusal))
                 return True
             if not self._has_planned:
                 text = f"{refusal} That is for batches with {most.largest_input}: larger ones need more."
                 raise OffloadPlanError(text, refusal.smallest_bytes)
-            plans |= {one: self._exceeding(one, played, meter, found[one]) for one in refused}
+            plans |= {one: known_exceeding(one, steps[one], self._moving.terms) for one in refused}
             self._log(
                 logging.INFO if self._has_warned else logging.WARNING,
                 "Batches with %s do not fit the budget, which had room for those before. They run under the plan that needs "
@@ -307,71 +353,39 @@ class Decisions:
         for one in played:
             if one.known is None:
                 one.known = find_known(self._known, one.situation)
-        self._has_planned = self._has_planned or len(plans) == len(needed)
+        self._has_planned = self._has_planned or kept is not None or len(plans) == len(needed)
         self.planned = max(plans.values(), key=lambda one: one.prediction.peak_bytes)
         all_known = [one.known for one in played if one.known is not None]
         self.planned.prediction.step_s = _predicted_s(all_known, self.planned)
         return True
 
-    def _find_measured(
-        self, situation: Situation, played: Sequence[Played], meter: StepMeter, metered: int
-    ) -> tuple[Known | None, bool]:
-        """The plan for a micro-batch that was measured, None if it has to be measured again; and whether weights or state
-        were moved.
-        """
-        footprint = self._footprint(meter, metered)
-        if not any(self._ranks.gather(meter.walks_again(metered))):
-            if self._graphs.goes_on_waiting(situation, footprint, self._terms):
-                return None, False
-            return self._simulated(situation, footprint)
-        self._trial.give_up(situation)
-        plan, peak = self._as_measured(played, meter, metered)
-        return self._graphs.find_known(situation, footprint, self._terms, plan, peak), False
-
-    def _exceeding(self, situation: Situation, played: Sequence[Played], meter: StepMeter, metered: int) -> Known:
-        """The plan for a micro-batch that no plan fits."""
-        footprint = self._footprint(meter, metered)
-        if any(self._ranks.gather(meter.walks_again(metered))):
-            plan, peak = self._as_measured(played, meter, metered)
-            return known_as_measured(situation, footprint, self._terms, plan, peak, exceeds=True)
-        return known_exceeding(situation, self._trial.joined(situation, footprint) or footprint, self._terms)
-
     def _footprint(self, meter: StepMeter, metered: int) -> Footprint:
         footprint = self._ranks.largest(meter.footprint(metered), lambda one: sum(one.saved_bytes.values()))
         return self._model_state.with_weights(self._present_model, footprint)
 
-    def _as_measured(self, played: Sequence[Played], meter: StepMeter, metered: int) -> tuple[Plan, int]:
-        """The plan under which a micro-batch was measured, and its peak."""
-        plan = next(one.plan for one in played if one.metered == metered and one.plan is not None)
-        return plan, max(self._ranks.gather(meter.peak_bytes(metered)))
-
-    def _simulated(self, situation: Situation, measured: Footprint) -> tuple[Known | None, bool]:
-        footprint = self._trial.joined(situation, measured)
-        if footprint is None:
+    def _simulated(self, situation: Situation, footprint: Footprint) -> tuple[Known | None, bool]:
+        """The plan for a micro-batch that was measured, None if it has to be measured again; and whether weights or state
+        were moved.
+        """
+        moving = self._moving
+        may_decide = moving.may_decide(situation)
+        if may_decide:
+            moving.most_demanding = situation
+        if self._elementwise.pays(footprint, moving.terms) and self._elementwise.measure(
+            situation, footprint, moving.terms
+        ):
             return None, False
-        if self._may_decide(situation):
-            self._most_demanding = situation
-        else:
+        if not may_decide:
             with contextlib.suppress(OffloadPlanError):
-                return self._in_place(lambda: known_by_simulating(situation, footprint, self._terms_for(situation)))
+                return self._in_place(lambda: known_by_simulating(situation, footprint, moving.terms_for(situation)))
         try:
-            return self._in_place(lambda: known_by_simulating(situation, footprint, self._terms))
+            return self._in_place(lambda: known_by_simulating(situation, footprint, moving.terms))
         except OffloadPlanError:
-            terms = self._terms
-            may = self._ranks.first(lambda: may_hold(footprint, terms.hardware, self.budget_bytes, terms.allowed))
-            problem = problem_of(footprint, terms.hardware, self.budget_bytes, self._model_state.held, terms.allowed)
-            if not may or not self._trial.begin(situation, problem, self._safest, measured):
-                raise
-            self._log(logging.INFO, "Nothing fits: measuring a step in which elementwise operations are recomputed.")
-            return None, False
-
-    def _on_infeasible(self) -> bool:
-        """No plan fits: let the model need less; whether that was possible."""
-        before = self._model_state.held
-        has_changed = any(self._ranks.gather(self._need_less()))
-        if self._model_state.held != before:
-            self._moving.refuse(before)
-        return has_changed
+            if self._elementwise.may_help(footprint, moving.terms) and self._elementwise.measure(
+                situation, footprint, moving.terms, within_room=False
+            ):
+                return None, False
+            raise
 
     def _check_peaks(self, played: Sequence[Played], meter: StepMeter) -> None:
         """Look at a step under its plans."""
@@ -391,42 +405,17 @@ class Decisions:
             return
         if self._correct(known, peak):
             return
-        if peak > self.budget_bytes and self._on_infeasible():
+        if peak > self.budget_bytes and self._moving.on_infeasible():
             self._measure_again(f"A step needed {format_bytes(peak)}.")
-        elif may_gain(known.footprint, known.solution) and self._trial.begin(
-            known.situation, known.problem, self._safest
-        ):
-            self._log(
-                logging.INFO,
-                "A step takes %s, its compute %s: measuring two steps, one with elementwise operations recomputed.",
-                format_seconds(known.solution.timeline.step_s),
-                format_seconds(known.footprint.step_s),
-            )
 
     def _correct(self, known: Known, peak: int) -> bool:
         """Plan again where that is better by now; whether it was."""
-        corrected, has_moved = self._in_place(lambda: corrected_plan(known, peak, self._terms_for(known.situation)))
+        corrected, has_moved = self._in_place(
+            lambda: corrected_plan(known, peak, self._moving.terms_for(known.situation))
+        )
         if corrected is not None and not has_moved:
             self._adopt(corrected)
         return has_moved or corrected is not None
-
-    @property
-    def _terms(self) -> Terms:
-        """Of the present: with the rates that tiers have reached, and what may still be moved."""
-        return Terms(self.budget_bytes, self._overhead.on(self._hardware), self._moving.allowed, self._ranks)
-
-    def _terms_for(self, situation: Situation) -> Terms:
-        """The same for a micro-batch, for whose sake nothing may be moved where another one needs more."""
-        terms = self._terms
-        if self._may_decide(situation):
-            return terms
-        return dataclasses.replace(terms, allowed=dataclasses.replace(terms.allowed, must_stay=True))
-
-    def _may_decide(self, situation: Situation) -> bool:
-        """Whether weights and state are where its plan has them. One that needs less than another would take the room for
-        them that the other one needs, and each of both would move what the other has moved.
-        """
-        return self._most_demanding is None or situation.demand >= self._most_demanding.demand
 
     @property
     def _present_model(self) -> nn.Module:
@@ -448,7 +437,7 @@ class Decisions:
         """What is known is of a run that had other weights and state in memory, or was computed in another way."""
         self._known.clear()
         self._wanted.clear()
-        self._trial.forget()
+        self._elementwise.forget()
         self._windows = None
         self._in_force = self.planned = None
         self._log(logging.INFO, "Measuring again, with something else in memory. %s", why)
@@ -463,7 +452,7 @@ class Decisions:
         pace = self._pace.take()
         simulated = [one for one in _each(known) if one.plan is None]
         if ratio is None:
-            terms = self._terms
+            terms = self._moving.terms
             for one in simulated:
                 one.pace = pace
                 follow_pace(one, terms)

@@ -65,8 +65,14 @@ class Feedback:
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A forward of the whole model begins, with these inputs.
 
-        Raises :class:`~hf_offload.errors.OffloadConfigError` while one runs in another thread.
+        Raises :class:`~hf_offload.errors.OffloadConfigError` while one runs in another thread, where the plan recomputes.
         """
+        if self._decisions.is_unplanned():
+            return
+        if self._forward.is_elsewhere:
+            if not self._decisions.allow_threads():
+                raise self._forward.refusal()
+            return
         self.end_evaluation()  # of one that Ctrl-C has ended
         is_broken_off = self._forward.begin() or (self._meter is not None and self._meter.is_broken_off)
         if any(self._ranks.gather(is_broken_off)):
@@ -89,6 +95,9 @@ class Feedback:
             else:
                 self._decisions.go_on(self._played[-1], situation)
             played = self._played[-1]
+            if self._decisions.is_unplanned():
+                self._stop_measuring()
+                return
             # Several processes measure the same steps, whatever is on their stacks.
             if self._meter is None and not self._ranks.connected and not StepMeter.can_begin():
                 played.is_measured = False  # another step will do
@@ -107,8 +116,8 @@ class Feedback:
         before: twice as large, for generation has a longer row each time.
         """
         self.end_evaluation()
-        if self._forward.is_running:
-            return  # it is a part of that one
+        if self._forward.is_running or self._decisions.is_unplanned():
+            return  # it is a part of that one, or nothing is measured
         if self._meter is not None:
             self._meter.begin_evaluation(tensors_in((args, dict(kwargs))))
             return
@@ -157,6 +166,8 @@ class Feedback:
 
         Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small for the first plan of the run.
         """
+        if self._decisions.is_unplanned():
+            return
         times = self._clock.stop()
         meter = self._stop_measuring()
         self._overhead.end_step(is_measured=meter is not None)
@@ -175,6 +186,8 @@ class Feedback:
             raise self._excess.refusal(error, max(peaks, default=0)) from None
         finally:
             self._overhead.begin_step()
+        if self._decisions.is_unplanned():
+            return
         # What the decisions have not said themselves.
         within = [one for one in measured if one[0].known is None or not one[0].known.exceeds]
         for message in self._excess.of_step((played.situation, known, peak) for played, known, peak in within):
@@ -216,7 +229,10 @@ class Feedback:
         """
         if meter is None:
             return ()
-        own = tuple((meter.taken_bytes(one), meter.has_backward(one)) for one in range(meter.micro_batches))
+        # Of a step that threads share, a backward may not have been seen.
+        own = tuple(
+            (meter.taken_bytes(one), meter.has_backward(one) or meter.is_shared) for one in range(meter.micro_batches)
+        )
         found = [tuple(zip(*each, strict=True)) for each in zip(*self._ranks.gather(own), strict=True)]
         peaks = [max(taken) for taken, _ in found]
         measured = {one.metered for one in self._played if one.known is None and one.is_measured}

@@ -12,7 +12,7 @@ from hf_offload.plan.holding import IN_MEMORY, Held, moved_bytes
 from hf_offload.plan.places import Allowed, Choice
 from hf_offload.plan.plan import Placement, Plan
 from hf_offload.plan.planner import make_problem, plan_of
-from hf_offload.plan.problem import Problem, Solution, as_it_is, smallest_budget
+from hf_offload.plan.problem import Problem, Solution, smallest_budget
 from hf_offload.plan.simulate import likely_peak
 from hf_offload.plan.sparing import sparing
 from hf_offload.planning.situation import Situation
@@ -65,7 +65,7 @@ class Known:
     """The plan for one situation.
 
     Attributes:
-        plan: The plan, where it is the one that was measured, and not one that was found by simulating.
+        plan: The plan that keeps everything of a step that cannot be simulated; None where it was found by simulating.
         correction_bytes: How much less than the budget it was made for.
         steps: How many ran under it.
         pace: Time of compute as a ratio to what was measured at first.
@@ -95,14 +95,25 @@ class Known:
     @property
     def present_problem(self) -> Problem:
         """The problem with everything in memory, at the pace that has been measured since."""
-        plain = self.footprint.plain
-        return dataclasses.replace(self.problem, footprint=plain, mixed=self.footprint.mixed, hold=as_it_is)
+        return dataclasses.replace(self.problem, footprint=self.step)
+
+    @property
+    def usual_problem(self) -> Problem:
+        """The same without recompute of elementwise operations, which is a choice in it."""
+        reduced, plain = self.footprint.reduced, self.footprint.plain
+        other = None if reduced is None else dataclasses.replace(self.problem, footprint=reduced)
+        return dataclasses.replace(self.problem, footprint=plain, reduced=other)
+
+    @property
+    def step(self) -> Footprint:
+        """The step with everything in memory, with recompute of elementwise operations if the plan has that."""
+        reduced = self.footprint.reduced if self.problem.footprint.usual is not None else None
+        return reduced or self.footprint.plain
 
     @property
     def compute_s(self) -> float:
         """Predicted time of a micro-batch without the optimizer's, and without waiting."""
-        step = self.present_problem.step(self.solution.placements)
-        return step.step_s - step.optimizer_step_s + self.solution.timeline.recompute_s
+        return self.step.step_s - self.step.optimizer_step_s + self.solution.timeline.recompute_s
 
     @property
     def micro_batch_s(self) -> float:
@@ -114,7 +125,7 @@ class Known:
         """What is placed where, in words, and what that is predicted to need."""
         counts: dict[Placement, int] = {}
         for unit, placement in self.solution.placements.items():
-            if self.footprint.saved_bytes[unit] or placement.elementwise:
+            if self.footprint.saved_bytes[unit]:
                 counts[placement] = counts.get(placement, 0) + 1
         placed = ", ".join(f"{count} units {placement.value}" for placement, count in counts.items())
         prediction = self.prediction
@@ -158,76 +169,49 @@ def known_exceeding(situation: Situation, footprint: Footprint, terms: Terms) ->
 
 def peak_of(problem: Problem, solution: Solution) -> int:
     """What a step is predicted to need; what has to be there for it may be more."""
-    placements = solution.placements
-    return likely_peak(problem.step(placements), placements, problem.channels, solution.windows)
+    return likely_peak(problem.footprint, solution.placements, problem.channels, solution.windows)
 
 
 def known_if_kept(situation: Situation, footprint: Footprint, terms: Terms, plan: Plan) -> Known | None:
-    """The plan that keeps everything, if that fits for certain: if all that is saved fits next to all else."""
-    kept = _most_if_kept(footprint)
-    if kept > terms.problem(footprint).limit_bytes:
+    """The plan that keeps everything of a micro-batch whose graph backward walks more than once; None if that may not fit.
+
+    How long a tensor is needed then is not known. Everything that is saved fits next to all else, which is enough.
+    """
+    problem, kept = terms.problem(footprint), most_if_kept(footprint)
+    if kept > problem.limit_bytes:
         return None
-    keeping = dataclasses.replace(plan, default=Placement.KEEP, placements={})
-    return known_as_measured(situation, footprint, terms, keeping, kept)
+    placements = dict.fromkeys(footprint.units, Placement.KEEP)
+    solution = problem.play(placements, problem.windows[0], "keep")
+    timeline = dataclasses.replace(solution.timeline, peak_bytes=kept, must_fit_bytes=kept)
+    known = _known(situation, footprint, problem, dataclasses.replace(solution, timeline=timeline), kept, 0, 0)
+    known.plan = dataclasses.replace(plan, default=Placement.KEEP, placements={})
+    return known
 
 
-def _most_if_kept(footprint: Footprint) -> int:
+def most_if_kept(footprint: Footprint) -> int:
     """A step takes no more, however often backward walks its graph: whatever the windows were that it was measured with."""
     alive = max(one.live_bytes + one.measured_bytes for one in footprint.segments)
     return max(footprint.base_bytes + alive + sum(footprint.saved_bytes.values()), footprint.optimizer_peak_bytes)
 
 
-def known_as_measured(
-    situation: Situation,
-    footprint: Footprint,
-    terms: Terms,
-    plan: Plan,
-    peak_bytes: int,
-    exceeds: bool = False,
-) -> Known:
-    """The plan of a micro-batch whose graph backward walks more than once: that under which it was measured.
-
-    How long a tensor is needed then, and how often it is loaded, is known of that plan alone.
+def check_writes(footprint: Footprint, terms: Terms, plan: Plan) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadPlanError` if a micro-batch of which ``plan`` moves everything writes more to
+    drives than a step may.
     """
-    problem = terms.problem(footprint)
-    all_alike = problem.play(dict.fromkeys(footprint.units, plan.default), problem.windows[0], "measured")
-    timeline = dataclasses.replace(all_alike.timeline, peak_bytes=peak_bytes, must_fit_bytes=peak_bytes)
-    known = _known(situation, footprint, problem, dataclasses.replace(all_alike, timeline=timeline), peak_bytes, 0, 0)
-    known.plan, known.exceeds = plan, exceeds
-    return known
-
-
-def check_as_measured(footprint: Footprint, terms: Terms, plan: Plan, peak_bytes: int) -> None:
-    """Raise :class:`~hf_offload.errors.OffloadPlanError` if a micro-batch with this peak, measured under ``plan``, does not
-    fit the budget, or writes more to drives than a step may.
-    """
-    problem, written_bytes = terms.problem(footprint), terms.allowed.written_bytes
-    written = written_if_moved(footprint, plan)
-    if written_bytes is not None and written > written_bytes:
-        # What is on its way when most is alive differs from step to step.
-        needed = smallest_budget(int(_NAMED * _most_if_kept(footprint)))
-        raise OffloadPlanError(
-            f"max_step_write_bytes of {format_bytes(written_bytes)} is too small: backward walks a graph more than once "
-            "(retain_graph, create_graph), and of such a step all that is saved is moved, or nothing. All of it is "
-            f"{format_bytes(written)} for each micro-batch. Set max_step_write_bytes to no less, or memory_budget to "
-            f"{needed >> 20} MiB, with which nothing is moved; or have one backward for all losses of a graph.",
-            needed,
-        )
-    if peak_bytes > problem.limit_bytes:
-        least = smallest_budget(peak_bytes)
-        raise OffloadPlanError(
-            f"A memory budget of {format_bytes(terms.budget_bytes)} is too small: even if all that can be moved is moved, "
-            f"this run needs {least >> 20} MiB. Its backward walks a graph more than once (retain_graph, create_graph), and "
-            "what such a step would need otherwise cannot be predicted. What would lower it: a smaller batch, or one "
-            "backward for all losses of a graph.",
-            least,
-        )
-
-
-def written_if_moved(footprint: Footprint, plan: Plan) -> int:
-    """Bytes that a micro-batch writes to drives under a ``plan`` that places all units alike."""
+    limit = terms.allowed.written_bytes
     activations = sum(footprint.saved_bytes.values()) if plan.default.tier == "ssd" else 0
-    return activations + moved_bytes(footprint)[0].get("ssd", 0)
+    written = activations + moved_bytes(footprint)[0].get("ssd", 0)
+    if limit is None or written <= limit:
+        return
+    # What is on its way when most is alive differs from step to step.
+    needed = smallest_budget(int(_NAMED * most_if_kept(footprint)))
+    raise OffloadPlanError(
+        f"max_step_write_bytes of {format_bytes(limit)} is too small: steps like this one are not planned, and everything "
+        f"moves, {format_bytes(written)} for each micro-batch. Set max_step_write_bytes to no less, or memory_budget to "
+        f"{needed >> 20} MiB, with which nothing moves where one thread trains; or have one backward for all losses of a "
+        "graph.",
+        needed,
+    )
 
 
 def known_with_more_state(known: Known, nbytes: int, terms: Terms) -> Known:
@@ -239,10 +223,6 @@ def known_with_more_state(known: Known, nbytes: int, terms: Terms) -> Known:
     footprint = dataclasses.replace(
         before, base_bytes=before.base_bytes + nbytes, state_bytes=before.state_bytes + nbytes
     )
-    if known.plan is not None:
-        peak = known.prediction.peak_bytes + nbytes
-        check_as_measured(footprint, terms, known.plan, peak)
-        return known_as_measured(known.situation, footprint, terms, known.plan, peak)
     return known_by_simulating(
         known.situation, footprint, terms, less=known.correction_bytes, corrections=known.corrections
     )
@@ -269,9 +249,6 @@ def find_known(plans: Mapping[Situation, Known], situation: Situation) -> Known 
     larger = [other for other in plans if situation.fits_into(other)]
     if not larger:
         return None
-    own = plans.get(situation)
-    if own is not None and own.plan is not None:
-        return own  # what goes on as it began may have a graph that is walked once
     same = [other for other in larger if situation.begins(other)]
     # How many forwards follow is not known: the plan for most of them suits fewer.
     if same:

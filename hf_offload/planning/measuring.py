@@ -10,13 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.checkpointing import in_recompute
 from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment
 from hf_offload.planning.optimizer_state import is_elsewhere, missing_state, state_of
-from hf_offload.planning.other_threads import follow_backward, let_backward_go, put_back
 from hf_offload.planning.recorder import StepRecorder
 from hf_offload.state.gradients import has_gradient
 from hf_offload.state.registry import observers, parked_of
@@ -75,6 +74,7 @@ class StepMeter(StepRecorder):
     evaluation, a forward without gradients while no backward is awaited, and what follows it until training goes on.
 
     Attributes:
+        is_shared: Whether another thread ran a part of it, of whose operations nothing is known.
         evaluated_bytes: Once measuring has ended: most bytes of tensors alive at once in evaluation, None without any.
     """
 
@@ -118,7 +118,9 @@ class StepMeter(StepRecorder):
         self._evaluated_live: int | None = None
         self.evaluated_bytes: int | None = None
         self._begun = self._accumulates = False
-        self._on_stack = False
+        self._on_stack = self.is_shared = False
+        self._walk = -1  # autograd's number of the latest backward
+        self._unended = 0  # walks that have begun and not ended
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -136,7 +138,6 @@ class StepMeter(StepRecorder):
         ]
         self.__enter__()
         self._on_stack = True
-        follow_backward(self)
         self._clock = self._now()
 
     def end(self) -> None:
@@ -146,7 +147,6 @@ class StepMeter(StepRecorder):
         self.running = self.is_recording = False
         gone = self._model_ref() is None
         self.leave()
-        put_back()
         self.unwatch()
         observers.discard(self)
         for handle in self._optimizer_hooks:
@@ -160,10 +160,9 @@ class StepMeter(StepRecorder):
                 self.evaluated_bytes = self._base_bytes() + self._evaluated_live
 
     def leave(self) -> None:
-        """See no backward any more, and take the mode off this thread's stack if it is on top of it. For a model that has
-        gone: takes no lock, and may be called wherever the garbage collector may run.
+        """Take the mode off this thread's stack if it is on top of it. For a model that has gone: takes no lock, and may be
+        called wherever the garbage collector may run.
         """
-        let_backward_go(self)
         if self._on_stack and _get_current_dispatch_mode() is self:
             self._on_stack = False
             self.__exit__(None, None, None)
@@ -280,8 +279,16 @@ class StepMeter(StepRecorder):
 
     # -- the engine's events ------------------------------------------------------------------------------------------
 
+    def _is_here(self) -> bool:
+        """Whether this thread is the one whose operations are seen, or one of autograd's that works for it."""
+        is_here = any(mode is self for mode in _get_current_dispatch_mode_stack())
+        self.is_shared = self.is_shared or not is_here
+        return is_here
+
     def packed(self, record: ObservedRecord) -> None:
         """A tensor was saved."""
+        if not self._is_here():
+            return
         unit = record.unit if record.unit in self.units else next(iter(self.units))
         times = self._times[id(record)] = _Times(unit, record.nbytes, self.end_segment())
         self._records[id(record)] = reference = weakref.ref(record)
@@ -292,6 +299,8 @@ class StepMeter(StepRecorder):
 
     def left(self, tensor: torch.Tensor, min_bytes: int) -> None:
         """A tensor was saved that stays in memory, since it is smaller than ``min_bytes``."""
+        if not self._is_here():
+            return
         self._min_bytes = min_bytes
         key = id(tensor.untyped_storage())
         if key in self._seen:  # no weight
@@ -304,11 +313,11 @@ class StepMeter(StepRecorder):
             self._small_saved[key] = block if first == block else None, count + 1
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        if not self._is_paused:
+        if self._is_here() and not self._is_paused:
             super()._enter(name, module, args, kwargs)
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if self._is_paused:
+        if not self._is_here() or self._is_paused:
             return
         super()._leave(name, module, args, output)
         if name in self._blocks and not in_recompute():
@@ -322,6 +331,9 @@ class StepMeter(StepRecorder):
 
     def asked(self, record: ObservedRecord) -> None:
         """Backward is about to use a saved tensor."""
+        if not self._is_here():
+            return
+        self._note_walk()
         self._resume()
         times, known = self._times.get(id(record)), self._records.get(id(record))
         now = self.end_segment()
@@ -330,16 +342,33 @@ class StepMeter(StepRecorder):
             self.unit = times.unit
         if times is not None and known is not None and known() is record and times.needed is None:
             times.needed = now
-            times.walk = torch._C._current_graph_task_id()
+            times.walk = self._walk
             self._asked.append((known, times))
-        elif times is not None and times.walk != torch._C._current_graph_task_id():
+        elif times is not None and times.walk != self._walk:
             times.is_asked_again = True
+
+    def _note_walk(self) -> None:
+        """Note which backward runs, and ask autograd to say when it has ended: it does not where an error has ended it."""
+        walk, before = torch._C._current_graph_task_id(), self._walk
+        self._walk = walk
+        if walk not in (-1, before):
+            self._unended += 1
+            torch.autograd.Variable._execution_engine.queue_callback(self._walk_ended)
+
+    def _walk_ended(self) -> None:
+        self._unended -= 1
+
+    @property
+    def is_broken_off(self) -> bool:
+        """Whether a backward has ended with an error."""
+        return self._unended > 0 and torch._C._current_graph_task_id() == -1
 
     # -- what the recorder asks ---------------------------------------------------------------------------------------
 
     def _count_gradient(self, parameter: torch.Tensor) -> None:
-        self._resume()
-        super()._count_gradient(parameter)
+        if self._is_here():
+            self._resume()
+            super()._count_gradient(parameter)
 
     def _reach(self, needed: int, elsewhere: int, spared: int = 0) -> None:
         if not self._is_paused:

@@ -5,10 +5,13 @@ from collections.abc import Callable
 
 from torch import nn
 
+from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.holding import Held
 from hf_offload.plan.places import Allowed
-from hf_offload.planning.known import Known
+from hf_offload.planning.known import Known, Terms
 from hf_offload.planning.model_state import ModelState
+from hf_offload.planning.overhead import Overhead
+from hf_offload.planning.situation import Situation
 from hf_offload.ranks import Ranks
 
 # Each is followed by a measured step.
@@ -19,20 +22,59 @@ class Moving:
     """Lets plans be found for what is where, and moves that where a plan has it. It keeps no model.
 
     All processes go the same way, where some cannot move what others can, too: that of the first one.
+
+    Attributes:
+        most_demanding: Of all micro-batches that were measured, the one that needs most: weights and state are where its plan
+            has them.
     """
 
-    def __init__(self, state: ModelState, ranks: Ranks):
+    def __init__(
+        self,
+        state: ModelState,
+        ranks: Ranks,
+        budget_bytes: int,
+        hardware: Hardware,
+        overhead: Overhead,
+        on_infeasible: Callable[[], bool],
+    ):
         self._state = state
         self._ranks = ranks
+        self._budget_bytes = budget_bytes
+        self._hardware = hardware
+        self._overhead = overhead
+        self._on_infeasible = on_infeasible
         self._changes = 0
         self._refused: set[Held] = set()
+        self.most_demanding: Situation | None = None
 
-    def refuse(self, held: Held) -> None:
-        """A measured step has shown that ``held`` leaves too little memory: nothing goes back there."""
-        self._refused.add(held)
+    def on_infeasible(self) -> bool:
+        """No plan fits, or a measured step did not: let the model need less memory; whether that was possible."""
+        before = self._state.held
+        has_changed = any(self._ranks.gather(self._on_infeasible()))
+        if self._state.held != before:
+            self._refused.add(before)  # nothing goes back there
+        return has_changed
 
     @property
-    def allowed(self) -> Allowed:
+    def terms(self) -> Terms:
+        """Of the present: with the rates that tiers have reached, and what may still be moved."""
+        return Terms(self._budget_bytes, self._overhead.on(self._hardware), self._allowed, self._ranks)
+
+    def terms_for(self, situation: Situation) -> Terms:
+        """The same for a micro-batch, for whose sake nothing may be moved where another one needs more."""
+        terms = self.terms
+        if self.may_decide(situation):
+            return terms
+        return dataclasses.replace(terms, allowed=dataclasses.replace(terms.allowed, must_stay=True))
+
+    def may_decide(self, situation: Situation) -> bool:
+        """Whether weights and state are where its plan has them. One that needs less than another would take the room for
+        them that the other one needs, and each of both would move what the other has moved.
+        """
+        return self.most_demanding is None or situation.demand >= self.most_demanding.demand
+
+    @property
+    def _allowed(self) -> Allowed:
         """What a plan may do with them: once they have been moved several times, nothing any more, but let state stay again
         that has left for a step.
         """

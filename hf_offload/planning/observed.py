@@ -46,7 +46,7 @@ class ObservedEngine(Protocol):
 
 
 class OneForward:
-    """Refuses a forward while another one runs, and tells one that was broken off: by an error, or by Ctrl-C."""
+    """Tells a forward that begins while another thread runs one, and one that was broken off: by an error, or by Ctrl-C."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None  # in which one has begun
@@ -58,17 +58,22 @@ class OneForward:
         """Whether one runs now."""
         return self._thread is not None
 
-    def begin(self) -> bool:
-        """A forward begins in this thread. Returns whether the one before it was broken off.
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether one runs in another thread now."""
+        thread = self._thread
+        return thread is not None and thread is not threading.current_thread() and thread.is_alive()
 
-        Raises :class:`~hf_offload.errors.OffloadConfigError` while one runs in another thread.
-        """
+    def refusal(self) -> OffloadConfigError:
+        """What is said of another one meanwhile, under a plan that cannot have both."""
+        return OffloadConfigError(
+            f"tier='auto' plans for one forward at a time, and {threading.current_thread().name} has begun one while "
+            "another thread runs one: set tier='ram' or tier='ssd' where several threads train a model at once."
+        )
+
+    def begin(self) -> bool:
+        """A forward begins in this thread. Returns whether the one before it was broken off."""
         this = threading.current_thread()
-        if self._thread is not None and self._thread is not this and self._thread.is_alive():
-            raise OffloadConfigError(
-                f"tier='auto' measures one forward at a time, and {this.name} has begun one while another runs in "
-                f"{self._thread.name}: set tier='ram' or tier='ssd' where several threads train a model at once."
-            )
         is_broken_off = self._is_broken_off or self._thread is not None
         self._thread, self._handled, self._is_broken_off = this, id(sys.exception()), False
         return is_broken_off

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.checkpointing import in_recompute
 from hf_offload.engine.recompute import Versions, changed_name, versions_of, why_not_twice
 from hf_offload.plan.footprint import BlockSpan, Segment
-from hf_offload.planning.other_threads import Follower
 from hf_offload.planning.workspace import workspace_bytes
 from hf_offload.state.gradients import gradient_of, has_gradient_here
 from hf_offload.state.registry import is_parked
@@ -83,7 +83,7 @@ class _Sum:
     spared: int = 0  # where the mode does not keep autograd from it
 
 
-class StepRecorder(Follower):
+class StepRecorder(TorchDispatchMode):
     """Follows one step of ``model``: which unit computes, and how many bytes its operations keep alive.
 
     Subclasses say how long a segment took (:meth:`elapsed`) and which of the live bytes are not the model's

@@ -66,7 +66,7 @@ def write_plan_page(path: Path, forecast: "Forecast", tables: "Sequence[str | ri
 
 def where_table(problem: "Problem", solution: "Solution") -> Table:
     """Where weights, gradients, optimizer state and activations are."""
-    footprint, here = problem.step(solution.placements), _PLACES[Placement.KEEP]
+    footprint, here = problem.footprint, _PLACES[Placement.KEEP]
     rows = [
         ("weights and buffers", format_bytes(footprint.base_bytes - footprint.state_bytes), here),
         ("optimizer state", format_bytes(footprint.state_bytes), here),

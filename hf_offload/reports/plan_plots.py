@@ -34,7 +34,7 @@ _FEWEST_SAMPLES = 5
 
 def step_chart(problem: "Problem", solution: "Solution", measured: "Sequence[tuple[float, int]]" = ()) -> Chart:
     """Memory over one micro-batch as planned, by kind, and seconds and bytes of a ``measured`` step."""
-    footprint = problem.step(solution.placements)
+    footprint = problem.footprint
     timeline = simulate(footprint, solution.placements, problem.channels, solution.windows, details=True)
     divisor, unit = byte_unit(timeline.peak_bytes)
     one_s, seconds = time_unit(timeline.step_s)
@@ -129,9 +129,7 @@ def plot_timeline(forecast: "Forecast", path: Path) -> None:
     if forecast.solution is None:
         raise OffloadPlanError(f"There is no plan to draw: {forecast.refusal}")
     problem, solution = forecast.problem, forecast.solution
-    timeline = simulate(
-        problem.step(solution.placements), solution.placements, problem.channels, solution.windows, details=True
-    )
+    timeline = simulate(problem.footprint, solution.placements, problem.channels, solution.windows, details=True)
     one_s, _ = time_unit(timeline.step_s)
     with figure_at(path, 11, 6) as figure:
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))

@@ -82,7 +82,7 @@ def write_report(
         problem = known.present_problem
         over_time.insert(0, step_chart(problem, known.solution, _last_micro_batch(memory, known)))
         where = [where_table(problem, known.solution), _units_table(problem, known.solution)]
-        ways = [(one.name, one.solution.timeline) for one in simple_ways(problem) if one.solution]
+        ways = [(one.name, one.solution.timeline) for one in simple_ways(known.usual_problem) if one.solution]
         over_budgets = [frontier_chart(frontier(problem, _BUDGETS), problem.budget_bytes, ways)]
     elif session is not None:
         placed = session.plan.placements

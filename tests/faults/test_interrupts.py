@@ -246,36 +246,6 @@ def test_no_function_of_the_package_runs_in_python_while_a_graph_goes(run):
     run.check()
 
 
-@pytest.mark.parametrize("run", ["auto"], indirect=True)
-def test_ctrl_c_in_a_backward_of_another_thread_s_forward_leaves_nothing(run):
-    """While a step is measured, its mode is on the stack of the forward's thread, and of that of backward for as long."""
-
-    def step(points):
-        run.begin()
-        torch.manual_seed(5)
-        losses = []
-        thread = threading.Thread(target=lambda: losses.append(run.model(**run.batch).loss))
-        thread.start()
-        thread.join()
-        with points:
-            losses[0].backward()
-        run.session.end_step()
-
-    step(Points())  # the first backward imports
-    points = Points()
-    step(points)
-    of_modes = [point for point in points.seen if Path(point[4]).name == "other_threads.py"]
-    assert len(of_modes) > 10
-    for point in of_modes:
-        points = Points(point)
-        with contextlib.suppress(KeyboardInterrupt):
-            step(points)
-        sys.setprofile(None)
-        assert points.sent
-        assert _get_current_dispatch_mode() is None, f"Ctrl-C at {point} leaves a mode behind"
-        run.check()
-
-
 def random_interrupts(run, count, seed):
     chance = random.Random(seed)
     begin = time.perf_counter()

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import logging
 import pickle
-import re
 import threading
 
 import pytest
@@ -23,8 +22,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_offload import OffloadConfig, attach, offload_activations
 from hf_offload.engine.recompute import Recompute
 from hf_offload.errors import OffloadConfigError, OffloadPlanError, RecomputeError
-from hf_offload.plan.problem import smallest_budget
-from hf_offload.planning import graphs, known
 from hf_offload.settings.sizes import format_bytes
 
 WIDTH = 64
@@ -307,38 +304,112 @@ def _in_pieces(model, hidden):
     last.square().mean().backward()
 
 
-@pytest.mark.parametrize("backward", [_gradient_penalty, _in_pieces])
-def test_a_graph_that_is_walked_again_stays_within_the_budget_that_is_named(backward, tmp_path):
-    def steps(session=None):
-        model = net() if session is None else session.model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for step in range(5):
+def _steps_of(backwards, config, prepares=False, look=lambda session: None):
+    """The weights, bytes that each step moved, and the session, of steps with these backwards and a ``look`` after each."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    moved = []
+    with offload_activations(model, config) as session:
+        if prepares:
+            session.prepare_optimizer(optimizer)
+        for step, backward in enumerate(backwards):
             torch.manual_seed(step)
             backward(model, batch(512))
             optimizer.step()
             optimizer.zero_grad()
-            if session is not None:
-                session.end_step()
-        return [parameter.detach().clone() for parameter in model.parameters()]
+            session.end_step()
+            moved.append(session.stats.steps[-1].offloaded_bytes if session.stats.steps else 0)
+            look(session)
+    return [parameter.detach().clone() for parameter in model.parameters()], moved, session
 
-    def under(budget):
-        model = net()
-        with offload_activations(model, auto(tmp_path, budget)) as session:
-            return steps(session), session
 
-    expected = steps()
-    with pytest.raises(OffloadPlanError, match="walks a graph more than once") as refusal:
-        under("4MiB")
-    smallest = refusal.value.smallest_bytes
-    found, session = under(smallest)
+def _plain(model, hidden):
+    model(hidden).square().mean().backward()
+
+
+def _said(caplog):
+    return [one for one in caplog.messages if "such steps are not planned" in one]
+
+
+@pytest.mark.parametrize("backward", [_gradient_penalty, _in_pieces])
+def test_where_a_graph_is_walked_again_everything_moves_or_nothing(backward, tmp_path, caplog):
+    """As WGAN-GP's penalty (create_graph) and the losses of VQGAN (retain_graph) have it."""
+    expected, _, _ = _steps_of([backward] * 4, OffloadConfig(tier="none"))
+    found, moved, session = _steps_of([backward] * 4, auto(tmp_path, "4MiB"))
     assert is_same(expected, found)
-    assert session.forecast.measured_peak_bytes <= smallest
-    assert session.forecast.peak_bytes == pytest.approx(session.forecast.measured_peak_bytes, rel=0.02)
-    assert session.stats.steps[-1].offloaded_bytes > 0
+    assert min(moved) > 4 << 20
+    (said,) = _said(caplog)
+    assert "walks a graph more than once" in said
+    assert "4.00 MiB" in said
+    assert format_bytes(session.most_measured_bytes) in said
+    assert session.forecast is None
 
-    found, session = under("100MiB")
+    caplog.clear()
+    found, moved, session = _steps_of([backward] * 4, auto(tmp_path, "100MiB"))
     assert is_same(expected, found)
-    assert session.stats.steps[-1].offloaded_bytes == 0
+    assert [nbytes > 0 for nbytes in moved] == [True, False, False, False]
+    assert session.most_measured_bytes <= session.forecast.peak_bytes < 100 << 20
+    assert _said(caplog) == []
+
+
+def test_where_a_graph_is_walked_again_over_the_budget_weights_and_state_move_too(tmp_path):
+    held = []
+    expected, _, _ = _steps_of([_gradient_penalty] * 4, OffloadConfig(tier="none"))
+    found, _, _ = _steps_of(
+        [_gradient_penalty] * 4,
+        auto(tmp_path, "8MiB"),
+        prepares=True,
+        look=lambda session: held.append(session._state.held),
+    )
+    assert is_same(expected, found)
+    assert [(one.state, one.weights) for one in held] == [("ssd", "ssd")] * 4
+
+
+@pytest.mark.parametrize("again", [[_plain], [_gradient_penalty]], ids=["once", "from then on"])
+def test_a_graph_that_is_walked_again_under_a_plan_ends_planning(again, tmp_path, caplog):
+    """A penalty that begins late, or comes in some steps only (StyleGAN2's lazy regularization)."""
+    backwards = [_plain] * 3 + [_gradient_penalty] + again * 4
+    expected, _, _ = _steps_of(backwards, OffloadConfig(tier="none"))
+    found, moved, session = _steps_of(backwards, auto(tmp_path, 16 << 20))
+    assert is_same(expected, found)
+    assert all(nbytes < 1 << 20 for nbytes in moved[1:4])  # nothing said that a penalty would come
+    assert all(nbytes > 1 << 20 for nbytes in moved[4:])
+    assert len(_said(caplog)) == 1
+    assert session.forecast is None
+
+
+def test_a_graph_that_is_retained_in_a_step_that_is_looked_at_ends_planning(tmp_path, caplog):
+    """The second step under each plan is measured, too. What a graph of backward has no part in is seen in no other."""
+    _, moved, _ = _steps_of([_plain, _plain, _in_pieces, _plain, _plain], auto(tmp_path, 16 << 20))
+    assert [nbytes > 1 << 20 for nbytes in moved] == [True, False, False, True, True]
+    assert len(_said(caplog)) == 1
+
+
+def test_a_penalty_in_a_micro_batch_of_its_own_ends_planning(tmp_path, caplog):
+    def backward(model, hidden):
+        inputs = hidden.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(inputs).mean(), inputs, create_graph=True)
+        gradient.square().sum().backward()
+        _plain(model, hidden)
+
+    expected, _, _ = _steps_of([backward] * 4, OffloadConfig(tier="none"))
+    found, moved, _ = _steps_of([backward] * 4, auto(tmp_path, 8 << 20))
+    assert is_same(expected, found)
+    assert min(moved) > 4 << 20
+    assert len(_said(caplog)) == 1
+    found, moved, session = _steps_of([backward] * 4, auto(tmp_path, 100 << 20))
+    assert is_same(expected, found)
+    assert moved[-1] == 0
+    assert session.forecast.peak_bytes < 100 << 20
+
+
+def test_of_a_graph_that_is_walked_again_no_more_is_written_than_a_step_may_write(tmp_path):
+    config = dataclasses.replace(auto(tmp_path, "8MiB"), max_step_write_bytes=0)
+    with pytest.raises(OffloadPlanError, match="max_step_write_bytes of 0 B is too small") as refusal:
+        _steps_of([_gradient_penalty] * 3, config)
+    config = dataclasses.replace(auto(tmp_path, refusal.value.smallest_bytes), max_step_write_bytes=0)
+    _, moved, _ = _steps_of([_gradient_penalty] * 3, config)
+    assert [nbytes > 0 for nbytes in moved] == [True, False, False]
 
 
 def _grad_cache(model, hidden):
@@ -387,130 +458,6 @@ def test_forwards_in_a_backward_hook_are_offloaded_within_the_budget(tmp_path):
     assert session.forecast.measured_peak_bytes <= session.forecast.peak_bytes <= budget
 
 
-def _steps_with_penalties(config, steps, has_penalty):
-    """The weights, and of every step how many bytes moved, and what was forecast."""
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    seen = []
-    with offload_activations(model, config) as session:
-        for step in range(steps):
-            torch.manual_seed(step)
-            if has_penalty(step):
-                _gradient_penalty(model, batch(512))
-            else:
-                model(batch(512)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.end_step()
-            moved = session.stats.steps[-1].offloaded_bytes if session.stats.steps else 0
-            seen.append((moved, session.forecast))
-    return [parameter.detach().clone() for parameter in model.parameters()], seen
-
-
-def test_a_graph_that_some_steps_make_is_planned_for(tmp_path):
-    """The plan for the others would need far more than the budget in a step with a gradient penalty."""
-
-    def has_penalty(step):
-        return step % 4 == 3
-
-    budget = 16 << 20
-    expected, _ = _steps_with_penalties(OffloadConfig(tier="none"), 12, has_penalty)
-    found, seen = _steps_with_penalties(auto(tmp_path, budget), 12, has_penalty)
-    assert is_same(expected, found)
-    assert seen[3][0] < 1 << 20  # nothing said that a penalty would come
-    assert all(moved > 1 << 20 for moved, _ in seen[4:])
-    before, after = seen[3][1].peak_bytes, seen[-1][1].peak_bytes
-    assert 1.5 * before < after <= budget
-
-
-def _penalty_and_loss(config, steps, first):
-    """As a script adds a penalty after a while: a micro-batch of its own before that of the loss."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with offload_activations(model, config) as session:
-        for step in range(steps):
-            torch.manual_seed(step)
-            if step >= first:
-                hidden = batch(512).requires_grad_()
-                (gradient,) = torch.autograd.grad(model(hidden).mean(), hidden, create_graph=True)
-                gradient.square().sum().backward()
-            model(batch(512)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.end_step()
-    return [parameter.detach().clone() for parameter in model.parameters()], session
-
-
-@pytest.mark.parametrize("first", [0, 3])
-def test_a_penalty_before_the_loss_of_a_step_is_measured_for_itself(first, tmp_path, caplog):
-    """A penalty's micro-batch looks like that of the loss at first: it has its own plan. Where that does not fit, the
-    run ends if the penalty is in its first step, and else has a warning.
-    """
-    usual = 8 << 20
-    expected, _ = _penalty_and_loss(OffloadConfig(tier="none"), 7, first)
-    if first == 0:
-        with pytest.raises(OffloadPlanError, match="walks a graph more than once") as refusal:
-            _penalty_and_loss(auto(tmp_path, usual), 6, first)
-        smallest = refusal.value.smallest_bytes
-    else:
-        found, _ = _penalty_and_loss(auto(tmp_path, usual), 7, first)
-        assert is_same(expected, found)
-        (said,) = [one for one in caplog.messages if "walks a graph more than once" in one]
-        smallest = int(re.search(r"this run needs (\d+) MiB", said)[1]) << 20
-    assert smallest > usual
-    found, session = _penalty_and_loss(auto(tmp_path, smallest), 7, first)
-    assert is_same(expected, found)
-    assert session.most_measured_bytes <= smallest
-    assert any(known.plan is not None for known in session._automatic._decisions._known.values())
-
-
-def test_a_penalty_before_the_loss_does_not_run_under_the_plan_of_the_loss(tmp_path):
-    """It fits into that of the loss, which has gradients already: a plan that is not for graphs of backward."""
-    _, session = _penalty_and_loss(auto(tmp_path, 16 << 20), 6, first=3)
-    moved = [step.offloaded_bytes for step in session.stats.steps]
-    assert all(nbytes > 0.9 * moved[0] for nbytes in moved[3:])
-    # Were there another penalty under it, the loss would be measured, too, with all of it moved, until it has one as well.
-    assert max(moved) < 1.5 * moved[0]
-
-
-@pytest.mark.parametrize("backward", [_gradient_penalty, _in_pieces])
-def test_what_a_step_may_write_is_kept_where_a_graph_is_walked_again(backward, tmp_path, monkeypatch):
-    def steps(budget):
-        model = net()
-        config = dataclasses.replace(auto(tmp_path, budget), max_step_write_bytes=0)
-        with offload_activations(model, config) as session:
-            for _ in range(3):
-                backward(model, batch(512))
-                model.zero_grad()
-                session.end_step()
-        return session
-
-    with pytest.raises(OffloadPlanError, match="max_step_write_bytes of 0 B is too small") as refusal:
-        steps("8MiB")
-    session = steps(refusal.value.smallest_bytes)
-    assert [step.offloaded_bytes > 0 for step in session.stats.steps] == [True, False, False]
-    monkeypatch.setattr(known, "_most_if_kept", lambda footprint: 100 << 20)
-    with pytest.raises(OffloadPlanError) as refusal:
-        steps("8MiB")
-    assert refusal.value.smallest_bytes >= smallest_budget(102 << 20)  # steps differ a little in what is on its way
-
-
-@pytest.mark.parametrize("walks", ["much", "little"])
-def test_graphs_are_not_awaited_with_more_written_than_a_step_may_write(walks, tmp_path, caplog, monkeypatch):
-    def has_penalty(step):
-        return step == 3 or (step > 3 and walks == "little")
-
-    if walks == "little":  # of what was saved: such steps are no others than those without
-        monkeypatch.setattr("hf_offload.planning.measuring._AGAIN", 1.0)
-    config = dataclasses.replace(auto(tmp_path, (16 if walks == "much" else 24) << 20), max_step_write_bytes=0)
-    with caplog.at_level(logging.WARNING, "hf_offload"):
-        _, seen = _steps_with_penalties(config, 7, has_penalty)
-    assert [moved > 1 << 20 for moved, _ in seen] == [True, False, False, False, True, False, False]
-    said = [record.getMessage() for record in caplog.records if "makes a graph of itself" in record.getMessage()]
-    assert len(said) == 1
-    assert "max_step_write_bytes of 0 B" in said[0]
-
-
 def test_a_step_over_the_budget_is_said_once_with_figures(tmp_path, caplog):
     """Memory that a loop holds beside the model is no part of any plan: nothing can be moved for it."""
     model, budget = net(), 16 << 20
@@ -527,12 +474,6 @@ def test_a_step_over_the_budget_is_said_once_with_figures(tmp_path, caplog):
     assert format_bytes(session.most_measured_bytes) in said[0]
     assert format_bytes(session.most_measured_bytes - budget) in said[0]
     assert "memory_budget" in said[0]
-
-
-def test_a_graph_that_does_not_come_again_is_not_awaited_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(graphs, "_MOST_WITHOUT_GRAPH", 2)
-    _, seen = _steps_with_penalties(auto(tmp_path, 16 << 20), 9, lambda step: step == 3)
-    assert [moved > 1 << 20 for moved, _ in seen] == [True, False, False, False, True, True, True, False, False]
 
 
 @pytest.mark.parametrize("rows", [(64, 512), (512, 64)])
@@ -790,31 +731,87 @@ class Slow(nn.Module):
         return self.linear(hidden).sin()
 
 
-def test_a_forward_while_another_thread_runs_one_is_refused(tmp_path):
-    """What two threads compute at once cannot be told apart; one after the other is no matter."""
+def _in_a_thread(call):
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        return executor.submit(call).result()
+
+
+@pytest.mark.parametrize("first", [0, 2], ids=["measured", "looked at"])
+def test_a_backward_in_another_thread_than_its_forward_ends_planning(first, tmp_path, caplog):
+    def backward(model, hidden):
+        loss = model(hidden).square().mean()
+        _in_a_thread(loss.backward)
+
+    backwards = [_plain] * first + [backward] * 3
+    expected, _, _ = _steps_of(backwards, OffloadConfig(tier="none"))
+    found, moved, session = _steps_of(backwards, auto(tmp_path, "16MiB"))
+    assert is_same(expected, found)
+    assert all(nbytes > 1 << 20 for nbytes in moved[first + 1 :])
+    assert "Several threads" in _said(caplog)[0]
+    assert len(_said(caplog)) == 1
+    assert session.forecast is None
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def _meet(model, hidden):
+    """Gradients of two forwards of which one runs within the other, in another thread, and the error of that one."""
+    model.began.clear()
+    model.may_go.clear()
+    thread = threading.Thread(target=lambda: model(hidden).sum().backward(), name="the other")
+    thread.start()
+    assert model.began.wait(60)
+    error = None
+    try:
+        output = model(hidden)
+    except OffloadConfigError as refused:
+        error = refused
+    model.may_go.set()
+    thread.join()
+    if error is None:
+        output.sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    return gradients, error
+
+
+def test_forwards_in_two_threads_at_once_end_planning(tmp_path, caplog):
     torch.manual_seed(0)
     model = Slow()
-    hidden = batch()
-    model(hidden).sum().backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    expected, _ = _meet(model, batch())
     session = attach(model, auto(tmp_path))
+    for _ in range(4):
+        gradients, error = _meet(model, batch())
+        assert error is None
+        assert is_same(expected, gradients)
+        session.end_step()
+    assert "Several threads" in _said(caplog)[0]
+    assert len(_said(caplog)) == 1
+    session.detach()
+
+
+class SlowBlocks(Slow):
+    """Its blocks are worth recomputing."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, hidden):
+        return super().forward(self.net(hidden))
+
+
+def test_a_forward_within_another_thread_s_is_refused_where_blocks_recompute(machine_with_drive, tmp_path):
+    """What two threads recompute at once cannot be told apart."""
+    machine_with_drive(1e5)
+    torch.manual_seed(0)
+    model = SlowBlocks()
+    session = attach(model, auto(tmp_path, "3MiB"))
     for _ in range(3):
+        model(batch(256)).sum().backward()
         model.zero_grad()
-        model.began.clear()
-        model.may_go.clear()
-        thread = threading.Thread(target=lambda: model(hidden).sum().backward(), name="the other")
-        thread.start()
-        assert model.began.wait(60)
-        with pytest.raises(
-            OffloadConfigError, match=r"MainThread has begun one while another runs in the other.*tier='ram'"
-        ):
-            model(hidden)
-        model.may_go.set()
-        thread.join()
-        assert is_same(expected, [parameter.grad for parameter in model.parameters()])
         session.end_step()
-        model.zero_grad()
-        model(hidden).sum().backward()
-        assert is_same(expected, [parameter.grad for parameter in model.parameters()])
-        session.end_step()
+    assert "recompute" in session.plan.reason
+    _, error = _meet(model, batch(256))
+    assert "MainThread has begun one while another thread runs one" in str(error)
+    assert "tier='ram'" in str(error)
     session.detach()

@@ -1,6 +1,5 @@
 """Counting on tensors without data, against real steps."""
 
-import dataclasses
 import itertools
 import signal
 import types
@@ -111,21 +110,6 @@ def test_sampled_and_lean_models_are_counted_as_they_run(name, settings, tmp_pat
     # What was moved is gone from memory when backward begins: nothing else holds it, were it the rows of one layer.
     one_part = ROWS * TOKENS // 4 * 128 * 4
     assert held_over_forward(footprint) < held_over_forward(usual) + one_part // 2
-
-
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama"])
-def test_a_step_that_is_put_together_is_the_one_that_is_counted(name):
-    """Every second block recomputes its elementwise operations: its bytes and times are those of the step in which all do."""
-    plain = count(name, 0.1)
-    names = [span.name for span in plain.blocks]
-    step = dataclasses.replace(plain, elementwise=count(name, 0.1, elementwise=names))
-    assert list(step.mixed.blocks) == names
-    for chosen in (names[::2], names[1::2]):
-        found, counted = step.mixed.step(frozenset(chosen)), count(name, 0.1, elementwise=chosen)
-        assert found.saved_bytes == counted.saved_bytes
-        assert found.step_s == pytest.approx(counted.step_s, rel=1e-4)
-        assert max(kept_curve(found)) == max(kept_curve(counted))
-        assert sum(found.saved_bytes.values()) < sum(plain.saved_bytes.values())
 
 
 class WithoutRows(torch.nn.Module):

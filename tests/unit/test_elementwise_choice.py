@@ -1,20 +1,23 @@
-"""Recompute of elementwise operations as a choice of the plan: how steps are put together, and when it is chosen."""
+"""Recompute of elementwise operations in plans: a rule says when, and the step with it is another footprint."""
 
 import dataclasses
 import random
 
 import pytest
 
+from hf_offload import OffloadConfig
+from hf_offload.errors import OffloadPlanError
 from hf_offload.plan import search
-from hf_offload.plan.choosing import choose
-from hf_offload.plan.footprint import Footprint, Saved, Segment, UnitWeights
-from hf_offload.plan.hardware import describe_hardware
-from hf_offload.plan.places import Allowed, problem_of
-from hf_offload.plan.plan import Placement
-from hf_offload.plan.planner import make_problem
-from hf_offload.plan.problem import Choices, Problem, smallest_budget
-from hf_offload.plan.search import smallest, solve, uniform
-from hf_offload.plan.timeline import Channel, Windows
+from hf_offload.plan.choosing import choose, find_choice
+from hf_offload.plan.fitting import can_hold, least_memory
+from hf_offload.plan.footprint import Saved, Segment
+from hf_offload.plan.hardware import CARDS, Measurement, describe_hardware
+from hf_offload.plan.places import Allowed
+from hf_offload.plan.plan import Placement, safest_plan
+from hf_offload.plan.planner import make_problem, plan_of
+from hf_offload.plan.problem import smallest_budget
+from hf_offload.plan.search import uniform
+from hf_offload.plan.sparing import sparing
 from tests.helpers.handmade_footprints import MB, footprint_of
 
 
@@ -56,145 +59,103 @@ def random_step(draw, count):
     )
 
 
-def random_problem(seed, count=4):
-    draw = random.Random(seed)
-    footprint = random_step(draw, count)
-    channels = {"ssd": Channel(draw.uniform(0.3, 4) * 1e9, draw.uniform(0.3, 4) * 1e9)}
-    windows = (Windows(draw.randint(1, 80) * MB, draw.randint(1, 80) * MB),)
-    problem = Problem(footprint.plain, channels, {"ssd": 10**12}, 0, windows, mixed=footprint.mixed)
-    most = uniform(problem, Placement.KEEP).timeline.peak_bytes
-    least = smallest(problem).timeline.must_fit_bytes
-    return dataclasses.replace(problem, budget_bytes=smallest_budget(least + int((most - least) * draw.uniform(0, 1))))
+def machine(memory_bandwidth, ssd="500MB/s", pcie="1GB/s"):
+    return describe_hardware(gpu="24GB", tflops=80, memory_bandwidth=memory_bandwidth, pcie=pcie, ssd=ssd, ram="64GB")
 
 
-def same(one: Footprint, other: Footprint):
-    return (one.segments, one.saved, one.blocks) == (other.segments, other.saved, other.blocks)
+FAST, SLOW = machine("100GB/s"), machine("3GB/s")
 
 
-def test_all_and_none_of_the_blocks_are_the_two_steps_themselves():
+def kept_bytes(step):
+    return uniform(make_problem(step, FAST, 10**12), Placement.KEEP).timeline.must_fit_bytes
+
+
+@pytest.mark.parametrize("gpu", CARDS)
+def test_every_card_reads_its_memory_four_times_as_fast_as_its_link(gpu):
+    assert describe_hardware(gpu=gpu).repeats_elementwise
+
+
+@pytest.mark.parametrize(("bandwidth", "repeats"), [("4GB/s", True), ("3.9GB/s", False)])
+@pytest.mark.parametrize("links", [{"ssd": "500MB/s", "pcie": "1GB/s"}, {"ssd": "500MB/s", "pcie": "200MB/s,1GB/s"}])
+def test_the_fastest_link_counts(bandwidth, repeats, links):
+    assert machine(bandwidth, **links).repeats_elementwise is repeats
+
+
+def test_the_step_with_it_is_the_one_that_was_measured_with_it():
     step = random_step(random.Random(0), 3)
-    assert step.mixed.blocks == ("layers.0", "layers.1", "layers.2")
-    assert same(step.mixed.step(frozenset()), step)
-    assert same(step.mixed.step(frozenset(step.mixed.blocks)), step.elementwise)
+    reduced = step.reduced
+    assert (reduced.segments, reduced.saved) == (step.elementwise.segments, step.elementwise.saved)
+    assert reduced.reduced_blocks == {"layers.0", "layers.1", "layers.2"}
+    assert reduced.base_bytes == step.base_bytes
+    assert step.plain.reduced_blocks == frozenset()
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_each_block_is_as_in_the_step_it_comes_from(seed):
-    draw = random.Random(seed)
-    step = random_step(draw, 4)
-    chosen = frozenset(name for name in step.mixed.blocks if draw.random() < 0.5)
-    found = step.mixed.step(chosen)
-    for span in found.blocks:
-        own = step.elementwise if span.name in chosen else step
-        (usual,) = [one for one in own.blocks if one.name == span.name]
-        moved = span.backward - usual.backward
-        saved = [one for one in own.saved if one.unit == span.name]
-        later = [dataclasses.replace(one, needed=one.needed + moved, released=one.released + moved) for one in saved]
-        assert [one for one in found.saved if one.unit == span.name] == later
-        assert found.backward_s[span.name] == pytest.approx(own.backward_s[span.name])
-        assert all(found.segments[one.needed].unit == span.name for one in later)
-    assert len(found.saved) == sum(len([one for one in found.saved if one.unit == name]) for name in found.units)
+def test_a_block_cannot_run_twice_that_could_not_without():
+    step = random_step(random.Random(0), 2)
+    blocks = tuple(dataclasses.replace(span, not_twice="it counts") for span in step.blocks)
+    step = dataclasses.replace(step, blocks=blocks)
+    assert [span.not_twice for span in step.reduced.blocks] == ["it counts"] * 2
+    assert step.reduced.recomputable == ()
 
 
-def test_what_clocks_say_does_not_make_more_compute_faster():
+def test_blocks_that_save_no_less_are_no_choice():
     step = step_of([9 * MB] * 2, [9 * MB] * 2, [1.0] * 2, [0.1] * 2)
-    fast = step.elementwise.at_pace(0.5)
-    found = dataclasses.replace(step, elementwise=fast).mixed.step(frozenset(["layers.1"]))
-    assert found.step_s == pytest.approx(step.step_s)
+    same = dataclasses.replace(step, elementwise=step.plain)
+    assert same.reduced is None
+    assert uniform(make_problem(same, FAST, 10**12), Placement.ELEMENTWISE) is None
 
 
-def test_a_block_that_saves_no_less_is_no_choice():
-    step = step_of([9 * MB] * 2, [9 * MB] * 2, [1.0] * 2, [0.1] * 2)
-    assert dataclasses.replace(step, elementwise=step.plain).mixed.blocks == ()
-    with_choice = make_problem(dataclasses.replace(step, elementwise=step.plain), describe_hardware(gpu="l4"), 10**12)
-    assert uniform(with_choice, Placement.ELEMENTWISE) is None
-
-
-def test_the_choice_makes_no_step_slower_and_keeps_its_limits():
-    reduced = 0
-    for seed in range(10):
-        problem = random_problem(seed)
-        usual, found = solve(problem.plain), solve(problem)
-        assert found is not None
-        again = dataclasses.replace(problem).play(dict(found.placements), found.windows, "again").timeline
-        assert again.must_fit_bytes <= problem.limit_bytes
-        assert again.step_s == found.timeline.step_s
-        if usual is not None:
-            assert found.timeline.step_s <= usual.timeline.step_s
-        reduced += any(one.elementwise for one in found.placements.values())
-    assert reduced > 2  # it is worth it in some of them
-
-
-def test_a_cheap_recompute_takes_the_place_of_a_slow_drive_and_of_whole_blocks():
-    """Half of what is saved is worth a hundredth of the compute, and the drive takes ten times as long as that."""
+@pytest.mark.parametrize("hardware", [FAST, SLOW])
+def test_where_nothing_has_to_leave_nothing_is_computed_twice(hardware):
     step = step_of([50 * MB] * 4, [50 * MB] * 4, [0.1] * 4, [0.002] * 4)
-    problem = Problem(step.plain, {"ssd": Channel(2e8, 2e8)}, {"ssd": 10**12}, 0, (Windows(0, 0),), mixed=step.mixed)
-    kept = uniform(problem, Placement.KEEP).timeline.must_fit_bytes
-    problem = dataclasses.replace(problem, budget_bytes=smallest_budget(kept - 150 * MB))
-    found = solve(problem)
-    assert sum(one is Placement.ELEMENTWISE for one in found.placements.values()) == 3
-    assert found.timeline.step_s == pytest.approx(step.step_s + 3 * 0.002)
-    assert solve(problem.plain).timeline.step_s > step.step_s + 0.1
+    found = choose(step, hardware, smallest_budget(kept_bytes(step)), Allowed())
+    assert set(found.solution.placements.values()) == {Placement.KEEP}
 
 
-def test_it_is_tried_before_a_budget_is_too_small():
+@pytest.mark.parametrize("hardware", [FAST, SLOW])
+def test_where_anything_has_to_leave_it_is_on_if_memory_is_fast(hardware):
+    step = step_of([50 * MB] * 4, [50 * MB] * 4, [0.1] * 4, [0.002] * 4)
+    budget = smallest_budget(kept_bytes(step) - MB)
+    found = choose(step, hardware, budget, Allowed(may_recompute=False))
+    placed = set(found.solution.placements.values())
+    if hardware is FAST:
+        assert placed == {Placement.ELEMENTWISE}
+        assert found.step_s == pytest.approx(step.step_s + 4 * 0.002)
+        plan = plan_of(found.problem, found.solution, safest_plan(OffloadConfig(), False), "a test")
+        assert plan.elementwise
+    else:
+        assert placed <= {Placement.KEEP, Placement.RAM, Placement.SSD}
+        assert len(placed) > 1
+
+
+@pytest.mark.parametrize("hardware", [FAST, SLOW])
+def test_it_is_on_before_a_budget_is_too_small(hardware):
     step = step_of([20 * MB] * 4, [80 * MB] * 4, [0.1] * 4, [0.002] * 4)
-    problem = Problem(step.plain, {}, {}, 0, (Windows(0, 0),), may_recompute=False, mixed=step.mixed)
-    reduced = uniform(problem, Placement.ELEMENTWISE).timeline.must_fit_bytes
-    problem = dataclasses.replace(problem, budget_bytes=smallest_budget(reduced))
-    assert solve(problem.plain) is None
-    found = solve(problem)
-    assert set(found.placements.values()) == {Placement.ELEMENTWISE}
-    assert smallest(problem).timeline.must_fit_bytes == reduced
+    nowhere = dataclasses.replace(hardware, room_bytes={tier: Measurement(0, "given") for tier in hardware.room_bytes})
+    allowed = Allowed(state="none", weights="none", may_recompute=False)
+    least = least_memory(step, nowhere, 10**9, allowed)
+    budget = smallest_budget(least.solution.timeline.must_fit_bytes)
+    assert set(least.solution.placements.values()) == {Placement.ELEMENTWISE}
+    found = choose(step, nowhere, budget, allowed)
+    assert set(found.solution.placements.values()) == {Placement.ELEMENTWISE}
+    assert can_hold(step, nowhere, budget, allowed)
+    assert choose(step.plain, nowhere, budget, allowed) is None
+    with pytest.raises(OffloadPlanError) as refused:
+        find_choice(step, nowhere, budget - (1 << 20), allowed)
+    assert refused.value.smallest_bytes == budget
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_choice_over_all_kinds_is_no_slower_with_it(seed):
+def test_with_it_a_choice_over_all_kinds_keeps_its_limits(seed):
     draw = random.Random(seed)
     step = random_step(draw, 4)
-    hardware = describe_hardware(gpu="24GB", tflops=80, pcie="1GB/s", ssd="500MB/s", ram="64GB")
-    kept = uniform(make_problem(step, hardware, 10**12), Placement.KEEP).timeline.must_fit_bytes
-    budget = smallest_budget(int(100 * MB + draw.uniform(0.3, 0.9) * (kept - 100 * MB)))
-    usual, found = (choose(one, hardware, budget, Allowed()) for one in (step.plain, step))
+    budget = smallest_budget(int(100 * MB + draw.uniform(0.3, 0.9) * (kept_bytes(step) - 100 * MB)))
+    found = choose(step, FAST, budget, Allowed())
     assert found.problem.fits(found.solution)
-    assert usual is None or found.step_s <= usual.step_s
-
-
-def with_weights(step, weight):
-    """``step`` with gradients, and with as much state as weights."""
-
-    def one(step):
-        count = len(step.units)
-        return dataclasses.replace(
-            step, base_bytes=2 * weight * count, gradient_bytes=weight * count, state_bytes=weight * count,
-            weights=dict.fromkeys(step.units, UnitWeights(weight, weight, weight)),
-        )  # fmt: skip
-
-    return dataclasses.replace(one(step), elementwise=one(step.elementwise))
-
-
-def test_it_is_chosen_where_all_would_fit_but_weights_and_state_are_waited_for():
-    step = with_weights(step_of([20 * MB] * 4, [20 * MB] * 4, [0.01] * 4, [0.005] * 4), 80 * MB)
-    hardware = describe_hardware("24GB", tflops=80, pcie="5GB/s", ssd="3GB/s", ram="64GB")
-    allowed = Allowed(state="ssd", weights="ssd")
-    found = choose(step, hardware, 600 * MB, allowed)
-    problem = problem_of(step, hardware, 600 * MB, found.held, allowed)
-    kept = problem.play(Choices(problem).uniform(Placement.KEEP), problem.windows[0], "keep")
-    assert problem.fits(kept)
-    assert found.step_s < kept.timeline.step_s
-    assert all(one.elementwise for one in found.solution.placements.values())
-
-
-def test_steps_that_go_through_other_blocks_are_not_put_together():
-    step = random_step(random.Random(0), 3)
-    skipping = dataclasses.replace(step.elementwise, blocks=step.elementwise.blocks[:2])
-    assert dataclasses.replace(step, elementwise=skipping).mixed.blocks == ("layers.0", "layers.1")
-    names = list(step.units)
-    other = dict(zip(names, reversed(names), strict=True))
-    reverse = dataclasses.replace(
-        step.elementwise,
-        segments=tuple(dataclasses.replace(one, unit=other[one.unit]) for one in step.elementwise.segments),
-        saved=tuple(dataclasses.replace(one, unit=other[one.unit]) for one in step.elementwise.saved),
-        blocks=tuple(dataclasses.replace(one, name=other[one.name]) for one in step.elementwise.blocks),
-    )
-    assert dataclasses.replace(step, elementwise=reverse).mixed.blocks == ()
+    assert found.problem.footprint.usual is not None
+    again = found.problem.play(found.solution.placements, found.solution.windows, "again").timeline
+    assert again.must_fit_bytes <= found.problem.limit_bytes
+    assert again.step_s == found.step_s
+    spared = sparing(found, step, FAST, budget, Allowed())
+    assert spared.problem.footprint.usual is not None
+    assert spared.problem.fits(spared.solution)
