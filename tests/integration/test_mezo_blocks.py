@@ -394,9 +394,7 @@ def fill_from_vector(weight):
 
 
 @pytest.mark.parametrize("restore", ["reference", "pristine"])
-@pytest.mark.parametrize(
-    "change", [clamp, write_out, scale_each, renormalize, replace_data, fill_from_vector]
-)
+@pytest.mark.parametrize("change", [clamp, write_out, scale_each, renormalize, replace_data, fill_from_vector])
 @pytest.mark.parametrize("begin", [0, 2])
 def test_a_forward_that_changes_a_weight_has_the_bits_of_a_run_in_memory(change, restore, begin, tmp_path):
     results = []
