@@ -296,21 +296,13 @@ def _check_weights(log: MezoLog, weights: Mapping[str, Tensor]) -> None:
             f"The log has {len(missing)} weights, such as {missing[0]}, which are not among those given: give the model "
             "it is of."
         )
-    with collect_errors("weights of the log") as check:
-        shapes = {name: (tuple(weights[name].shape), str(weights[name].dtype)) for name in setup.names}
-        wrong = [one for one in zip(setup.names, setup.shapes, setup.dtypes, strict=True) if shapes[one[0]] != one[1:]]
-        with check:
-            if wrong:
-                name, shape, dtype = wrong[0]
-                others = f", and {len(wrong) - 1} others differ, too" if len(wrong) > 1 else ""
-                raise OffloadConfigError(
-                    f"{name} is {shapes[name][0]} in {shapes[name][1]}, and in the log {shape} in {dtype}{others}: give the "
-                    "weights as they were trained."
-                )
-        with check:
-            elsewhere = [name for name in setup.names if weights[name].device.type != setup.device]
-            if elsewhere:
-                raise OffloadConfigError(
-                    f"{len(elsewhere)} weights, such as {elsewhere[0]}, are on {weights[elsewhere[0]].device}, and were "
-                    f"trained on {setup.device!r}, which draws other numbers: move the model there."
-                )
+    kinds = {name: (tuple(one.shape), str(one.dtype), one.device.type) for name, one in weights.items()}
+    logged = {one[0]: (*one[1:], setup.device) for one in zip(setup.names, setup.shapes, setup.dtypes, strict=True)}
+    wrong = [name for name, kind in logged.items() if kinds[name] != kind]
+    if wrong:
+        (shape, dtype, device), expected = kinds[wrong[0]], logged[wrong[0]]
+        others = f", and {len(wrong) - 1} others differ, too" if len(wrong) > 1 else ""
+        raise OffloadConfigError(
+            f"{wrong[0]} is {shape} in {dtype} on {device}, and in the log {expected[0]} in {expected[1]} on {expected[2]}"
+            f"{others}: give the weights as they were trained. Other devices draw other numbers."
+        )
