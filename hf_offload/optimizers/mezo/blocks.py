@@ -2,14 +2,14 @@
 
 Note: for which models
     The blocks are one ``ModuleList`` of ``GradientCheckpointingLayer``: by that class a model says that a block keeps nothing
-    for another one. A step of two plain passes has shown that each pass uses the blocks in order, once each, in the thread
-    of the step, and that it draws no random numbers and changes neither weights nor buffers.
+    for another one. Hooks see that each pass uses them in order, once each. A first step of two plain passes has shown that
+    the model draws no random numbers, and changes neither weights nor buffers.
 
 Note: two threads, of which one runs
     A forward pass is Python code, which stops nowhere in the middle, but a thread can wait there. The second pass runs in a
     thread of its own; it uses each block right after the first pass has, one move further, and puts its weights back as they
-    were. So what the first pass reads does not depend on the second one, which is dropped where anything is other than it
-    was in the plain passes, and made again after the first.
+    were. So what the first pass reads does not depend on the second one, which is dropped where blocks are used in another
+    way, and made again after the first.
 """
 
 import contextvars
@@ -46,30 +46,30 @@ class Passes:
         if not blocks or trajectory.is_read or not is_outside():
             return [compute(), self._second(trajectory, compute, drawn)]
         buffers = [(one, one._version) for one in model.buffers() if not one.is_inference()]
-
-        def changes() -> bool:
-            return any(one._version != version for one, version in buffers)
-
-        if self._fits is None:
-            return self._watched(trajectory, blocks, compute, drawn, changes)
         visit = OneVisit(trajectory, blocks)
-        first, second = visit.run(compute)
-        if changes():
+        first, second = visit.run(compute) if self._fits else (compute(), None)
+        draws = not are_equal(process_states(all_devices=True), drawn)
+        if self._fits and (draws or visit.is_shared):
+            set_process_states(drawn)
+            first = compute()
+        if second is None or draws or visit.is_shared:
+            second = self._second(trajectory, compute, drawn)
+        changes = any(one._version != version for one, version in buffers)
+        if self._fits and changes:
             self._fits = False
             raise OffloadError(
-                "The model has changed a buffer in a forward pass, as it did not in earlier steps, while both losses of a "
+                "The model has changed a buffer in a forward pass, as it did not in its first step, while both losses of a "
                 "step of MeZO were computed at once. The weights have gone back, and no update was made; later steps take "
                 "two passes."
             )
-        if visit.is_shared or not are_equal(process_states(all_devices=True), drawn):
-            self._say("draws random numbers, or computes in threads of its own")
-            set_process_states(drawn)
-            first = compute()
-        elif visit.why is not None or second is None:
-            self._say(visit.why)
-        else:
-            return [first, second]
-        return [first, self._second(trajectory, compute, drawn)]
+        if draws or changes or trajectory.has_changed:
+            self._say("draws random numbers, or changes weights or buffers")
+        elif visit.is_shared or visit.why is not None:
+            self._say(visit.why or "computes in threads of its own")
+        elif self._fits is None:
+            self._fits = True
+            logger.info("MeZO computes both losses of a step with one visit to each block from the next step on.")
+        return [first, second]
 
     def _second(self, trajectory: Trajectory, compute: Callable[[], Tensor], drawn: Any) -> Tensor:
         with signals_deferred:
@@ -77,35 +77,7 @@ class Passes:
         set_process_states(drawn)
         return compute()
 
-    def _watched(
-        self,
-        trajectory: Trajectory,
-        blocks: list[nn.Module],
-        compute: Callable[[], Tensor],
-        drawn: Any,
-        changes: Callable[[], bool],
-    ) -> list[Tensor]:
-        used: list[Any] = []
-        note = lambda block, args: used.append((threading.get_ident(), block))  # noqa: E731
-        handles = [block.register_forward_pre_hook(note) for block in blocks]
-        try:
-            first = compute()
-            is_drawn = not are_equal(process_states(all_devices=True), drawn)
-            second = self._second(trajectory, compute, drawn)
-        finally:
-            for handle in handles:
-                handle.remove()
-        in_order = used == 2 * [(threading.get_ident(), block) for block in blocks]
-        self._fits = in_order and not (is_drawn or changes() or trajectory.has_changed)
-        if self._fits:
-            logger.info("MeZO computes both losses of a step with one visit to each block from the next step on.")
-        else:
-            self._say(
-                "does not use its blocks once each, in order, or draws random numbers, or changes weights or buffers"
-            )
-        return [first, second]
-
-    def _say(self, why: str | None) -> None:
+    def _say(self, why: str) -> None:
         self._fits = False
         logger.info("MeZO computes the losses of a step in two passes over the weights, as the model %s.", why)
 
