@@ -9,7 +9,7 @@ Note: two threads, of which one runs
     A forward pass is Python code, which stops nowhere in the middle, but a thread can wait there. The second pass runs in a
     thread of its own; it uses each block right after the first pass has, one move further, and puts its weights back as they
     were. So what the first pass reads does not depend on the second one, which is dropped where blocks are used in another
-    way, and made again after the first.
+    way, and repeated after the first.
 """
 
 import contextvars

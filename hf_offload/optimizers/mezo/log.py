@@ -1,4 +1,4 @@
-"""What each step of MeZO was, and how it is made again: with the weights at the beginning, a log gives those of any step."""
+"""What each step of MeZO was, and its replay: with the weights at the beginning, a log gives those of any step."""
 
 import dataclasses
 import json

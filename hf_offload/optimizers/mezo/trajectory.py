@@ -150,7 +150,7 @@ class Trajectory:
             one.guard()
 
     def take_back(self) -> bool:
-        """Let weights be as they were before :meth:`lend`. Whether nobody has changed them meanwhile, or kept views."""
+        """Let weights be as they were before :meth:`lend`. Whether the pass has neither changed them nor kept views."""
         self.end, self.is_lent = self.end - 1, False
         lent, self.lent = self.lent, []
         for one in lent:  # until it is back
