@@ -52,7 +52,7 @@ def mezo(
 
 def _run(shape: Shape, folder: str, seconds: float) -> dict[str, Any]:
     messages().print(
-        f"{shape.weights / 1e9:.2f} billion weights; about {(1 + shape.steps) * shape.weight_bytes / 1e9:.0f} GB are written "
+        f"{shape.weights / 1e9:.2f} billion weights; about {(2 + shape.steps) * shape.weight_bytes / 1e9:.0f} GB are written "
         f"to {folder}.",
         highlight=False,
         markup=False,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from benchmarks.large.shape import Shape
 from benchmarks.roofline import drive_rates, median_s, print_measured, seconds_in_memory
-from hf_offload.optimizers.mezo.directions import MINUS, PLUS, Directions, Move, Shift, Update
+from hf_offload.optimizers.mezo.directions import BACK, MINUS, PLUS, Move, Shift, Update, make_moves, memory_for
 
 _DRAWN = 1 << 24
 
@@ -37,12 +37,13 @@ def _forward(model: nn.Module, tokens: Tensor) -> Callable[[], object]:
 def _of_directions(clock: Callable[[], float]) -> float:
     """The moves of a step, as a weight on a tier makes them."""
     weight = torch.randn(_DRAWN)
-    directions = Directions([weight])
-    last: list[Move] = [Shift(0, MINUS, 1e-3), Shift(0, PLUS, 1e-3), Update(0, 0.1, 1e-6, 0.0)]
+    last: list[Move] = [Shift(MINUS, 1e-3), Shift(BACK, 1e-3), Update(0.1, 1e-6, 0.0)]
+    drawn = lambda seed: torch.Generator().manual_seed(seed)  # noqa: E731
 
     def moves() -> None:
-        directions.make([(directions.generator(0), last), (directions.generator(1), [Shift(1, PLUS, 1e-3)])], weight)
-        directions.make([(directions.generator(1), [Shift(1, MINUS, 1e-3)])], weight)
+        memory = memory_for(weight, weight.device)
+        make_moves(weight, memory, [(drawn(0), last), (drawn(1), [Shift(PLUS, 1e-3)])])
+        make_moves(weight, memory, [(drawn(1), [Shift(MINUS, 1e-3)])])
 
     return median_s(moves, clock)
 

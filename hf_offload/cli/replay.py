@@ -41,5 +41,5 @@ def replay(
             task = progress.add_task("Replaying", total=len(found.rows) if steps is None else steps)
             rebuild(found, initial, target, steps, on_step=lambda step: progress.update(task, completed=step))
         count = len(found.rows) if steps is None else steps
-    checked = " and checked" if found.final is not None and count == len(found.rows) else ""
+    checked = " and checked" if found.final and count == len(found.rows) else ""
     output().print(f"{count} steps replayed{checked}: {target}", highlight=False, soft_wrap=True)

@@ -25,7 +25,7 @@ from hf_offload.interrupts import signals_deferred
 from hf_offload.plan.footprint import Footprint, Saved
 from hf_offload.planning.recorder import StepRecorder
 from hf_offload.planning.unit_weights import unit_weights
-from hf_offload.structure.units import find_units
+from hf_offload.structure.units import find_units, one_stack
 from hf_offload.tensors import byte_span, nbytes_of, parameter_count
 
 Cost = Callable[[int, int, torch.dtype], float]
@@ -126,6 +126,7 @@ def count_footprint(
         state_bytes=optimizer.state_bytes,
         buffer_bytes=optimizer.buffer_bytes,
         copy_bytes=optimizer.copy_bytes,
+        is_one_stack=not optimizer.has_backward and bool(one_stack(model)),
         **bytes_of_weights(model, optimizer, update_in_backward=update_in_backward),
     )
 

@@ -33,7 +33,7 @@ class Mezo(MemoryMode):
     Args:
         eps: How far weights go in a random direction, and in the opposite one.
         restore: ``"reference"``: weights go back as in the authors' code, which leaves rounding errors. ``"pristine"``: they
-            are copied before, or read again from the tier.
+            are copied before, on the tier where they are.
         seed: The seeds of all steps depend on it.
     """
 

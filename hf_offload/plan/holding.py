@@ -68,7 +68,7 @@ def hold(footprint: Footprint, held: Held, budget_bytes: int, on_host: bool, now
     """
     if not held.moves:
         return footprint
-    if held.weights is not None and has_no_backward(footprint) and _takes_turns(footprint, held):
+    if held.weights is not None and has_no_backward(footprint) and footprint.is_one_stack and _leave(footprint, held):
         footprint = _in_turns(footprint)
     copies = footprint.copy_bytes if held.weights is not None and now.weights is None else 0
     windows = _windows(footprint, held, budget_bytes)
@@ -328,20 +328,13 @@ def has_no_backward(footprint: Footprint) -> bool:
     return not any(segment.backward for segment in footprint.segments)
 
 
-def _takes_turns(footprint: Footprint, held: Held) -> bool:
-    """Two passes go through the model together where that writes less: where more than half of the weights leave, and where
-    they need not be as they were.
-    """
-    if footprint.copy_bytes:
-        return False
-    total = sum(one.weight_bytes for one in footprint.weights.values())
-    return 2 * max(held.weights_bytes, least_weights(footprint)) < total
-
-
 def _in_turns(footprint: Footprint) -> Footprint:
-    """Both passes of ``footprint`` at once: each segment for one and then for the other, whose hidden states wait."""
+    """Both passes of ``footprint`` at once: each segment for one and then for the other, whose hidden states wait, and which
+    uses the weights of a block in a copy.
+    """
     first = footprint.segments[: len(footprint.segments) // 2 + 1]
     waiting = min((one.live_bytes for one in first if footprint.units.get(one.unit)), default=0)
+    waiting += least_weights(footprint)
     both = tuple(
         dataclasses.replace(one, live_bytes=one.live_bytes + waiting, seconds=2 * one.seconds) for one in first
     )
@@ -349,31 +342,29 @@ def _in_turns(footprint: Footprint) -> Footprint:
 
 
 def _weights_of_forwards(footprint: Footprint, held: Held) -> list[Transfer]:
-    """Each pass brings what leaves, and one of them writes it. Passes that take turns bring it once, and write all. Weights
-    that are to be as they were are all written, and those that have stayed are read again in the end.
+    """What leaves is brought and written once by both passes at once, and by each of two. Weights that are to be as they
+    were are copied, and the copies are all written and read.
     """
     assert held.weights is not None
     total = sum(one.weight_bytes for one in footprint.weights.values())
     # Where any leave, there is room for a block that is read ahead.
     block = least_weights(footprint)
     leaving = max(0, total - max(block, held.weights_bytes - block)) if _leave(footprint, held) else 0
-    both = _takes_turns(footprint, held)
+    share = leaving / max(1, total)
     second: dict[str, int] = {}
     for index, segment in enumerate(footprint.segments):
         if index > len(footprint.segments) // 2:
             second.setdefault(segment.unit, index)
     found = []
     for unit, one in footprint.weights.items():
-        share, use = leaving / max(1, total), footprint.uses[unit].forward
-        writes_all = both or bool(footprint.copy_bytes)
-        read, written = round(one.weight_bytes * share), round(one.trained_bytes * (1 if writes_all else share))
-        found.append(Transfer(WEIGHTS, unit, held.weights, read, use, loads=True))
-        found.append(Transfer(WEIGHTS, unit, held.weights, written, use, loads=False))
-        if not both:
-            found.append(Transfer(WEIGHTS, unit, held.weights, read, second.get(unit, use), loads=True))
+        first = footprint.uses[unit].forward
+        for use in [first] if footprint.is_one_stack else [first, second.get(unit, first)]:
+            found += [
+                Transfer(WEIGHTS, unit, held.weights, round(one.weight_bytes * share), use, loads=True),
+                Transfer(WEIGHTS, unit, held.weights, round(one.trained_bytes * share), use, loads=False),
+            ]
         if footprint.copy_bytes:
-            again = round(one.trained_bytes * (1 - share))
-            found.append(Transfer(WEIGHTS, unit, held.weights, again, use, loads=True))
+            found += _both(WEIGHTS, unit, held.weights, one.trained_bytes, first)
     return [one for one in found if one.nbytes]
 
 

@@ -190,9 +190,9 @@ class Parked(guard.Debt):
     # -- leaving ----------------------------------------------------------------------------------------------------------
 
     @signals_deferred
-    def leave(self, writes: bool = False, must: bool = False) -> bool:
-        """Begin to leave memory, and write what has changed; if it ``writes``, also what could be rebuilt. False if it
-        stays; if it ``must`` not for want of room, :class:`~hf_offload.errors.TierFullError` is raised.
+    def leave(self, must: bool = False) -> bool:
+        """Begin to leave memory, and write what has changed. False if it stays; if it ``must`` not for want of room,
+        :class:`~hf_offload.errors.TierFullError` is raised.
 
         On a CPU, the bytes are in memory until :meth:`Store.collect` finds that they were written.
         """
@@ -202,19 +202,22 @@ class Parked(guard.Debt):
         if storage is None or self._was_given_memory(storage):
             return False
         self.wait_until_written()  # which may find that it has to stay
-        may_be_same = self._need_not_be_written(writes)
+        may_be_same = self._is_clean and self.present_version() == self.version
         if may_be_same and self.on_host and not self._may_differ:
             self.depart(storage)
             return True
         compares = self.compares or not self.on_host or self.store.storage.takes_digests
         digest = digest_of(storage) if compares else b""
-        if may_be_same and digest and digest == self._expected_digest:
+        if may_be_same and digest and digest == self._digest:
             self.depart(storage)
             return True
         if not self._reserve(storage, must):
             return False
         slab = self._in_slab(storage)
-        self._note_written(digest, slab)
+        self._digest, self._range_digests = digest, {}
+        if self.store.storage.takes_digests and not self.on_host:
+            self._range_digests = {(0, self.nbytes): xxhash.xxh3_128_digest(slab.memory[: self.nbytes])}
+        self.version, self._is_clean, self.written = self.present_version(), False, object()
         self._may_differ = self.on_host
         self._slab, self.where = slab, Where.LEAVING
         registry.note_on_the_way(self)
@@ -231,22 +234,6 @@ class Parked(guard.Debt):
             self.drop_reads()
             return True
         return self.leave()
-
-    def _need_not_be_written(self, writes: bool) -> bool:
-        """Whether the slot has what memory has, for all that versions tell."""
-        return self._is_clean and self.present_version() == self.version
-
-    @property
-    def _expected_digest(self) -> bytes:
-        """That of memory if it was not written to; nothing where it is not known."""
-        return self._digest
-
-    def _note_written(self, digest: bytes, slab: Slab) -> None:
-        """What memory has is being written: its ``digest``, and a slab with it."""
-        self._digest, self._range_digests = digest, {}
-        if self.store.storage.takes_digests and not self.on_host:
-            self._range_digests = {(0, self.nbytes): xxhash.xxh3_128_digest(slab.memory[: self.nbytes])}
-        self.version, self._is_clean, self.written = self.present_version(), False, object()
 
     def _reserve(self, storage: torch.UntypedStorage, must: bool = False) -> bool:
         """Have a slot to write to; otherwise, it stays."""
@@ -582,7 +569,7 @@ class Parked(guard.Debt):
         self.wait_until_written()
         self.parts.wait()
         if self.where is Where.HERE and not self.stays:
-            self.leave(writes=True, must=must)
+            self.leave(must)
             self.wait_until_written()
         return self.where is Where.AWAY and self.slot is not None and not self.parts.are_written
 

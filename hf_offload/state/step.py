@@ -26,7 +26,6 @@ from hf_offload.errors import OffloadError, StorageError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard
 from hf_offload.state.contexts import StepContext, is_outside, outside
-from hf_offload.state.derived import ParkedWeight
 from hf_offload.state.gradients import (
     gradient_of,
     norm_of,
@@ -35,6 +34,7 @@ from hf_offload.state.gradients import (
     set_gradient,
     watch,
 )
+from hf_offload.state.parked_weight import ParkedWeight
 from hf_offload.state.registry import is_held, parked_of
 from hf_offload.state.shadow import Shadow, attributes_of, names_of, options_of
 from hf_offload.state.units import pause_after_backward, pinned, stepping, unit_with

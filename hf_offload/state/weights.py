@@ -10,8 +10,8 @@ from hf_offload.plan.windows import weights_window
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.state.contexts import outside
-from hf_offload.state.derived import ParkedWeight
 from hf_offload.state.parked import Parked
+from hf_offload.state.parked_weight import ParkedWeight
 from hf_offload.state.refusals import refuse
 from hf_offload.state.registry import can_move, parked_of
 from hf_offload.state.units import Units, unit_with, units_of

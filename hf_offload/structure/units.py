@@ -33,6 +33,13 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
+def one_stack(model: nn.Module) -> list[nn.Module]:
+    """The blocks, if they are those of one ``ModuleList``, and several; else nothing."""
+    blocks = list(find_blocks(model).values())
+    lists = (list(module) for module in model.modules() if isinstance(module, nn.ModuleList))
+    return blocks if len(blocks) > 1 and blocks in lists else []
+
+
 def find_units(model: nn.Module) -> dict[str, Unit]:
     """Units by name: the model itself (for what lies in none of the others), its blocks, and in and outside of blocks
     the outermost modules with matrices of their own: attention, MLP, embedding, head. A module in TorchScript belongs to

@@ -210,7 +210,7 @@ def test_it_resumes_and_the_checkpoint_has_the_log(tmp_path):
     for step in (3, STEPS):
         log = MezoLog.load(tmp_path / f"checkpoint-{step}")
         assert len(log.rows) == step
-        assert log.final is not None
+        assert log.final
         rebuilt = {name: weight.clone() for name, weight in initial.items()}
         replay(log, rebuilt)
         assert step < STEPS or same(weights(whole.model), rebuilt)
@@ -232,22 +232,15 @@ def test_a_checkpoint_without_the_optimizer_goes_on_with_other_directions(has_lo
 
 
 @pytest.mark.parametrize("tier", [{}, {"offload_params": "ram", "offload_min_bytes": 1}])
-def test_a_training_that_goes_on_from_its_best_checkpoint_has_a_log_that_is_true(tier, tmp_path, caplog):
+def test_a_log_of_a_training_that_went_on_from_its_best_checkpoint_is_not_taken_for_true(tier, tmp_path):
     run = trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=4, load_best_model_at_end=False, **tier)
     initial = weights(run.model)
     run.train()
     run._load_from_checkpoint(str(tmp_path / "checkpoint-2"))  # as for load_best_model_at_end
-    best = weights(run.model)
-    caplog.clear()
     run.train()
-    assert "Something other than MeZO has changed weights after step 4" in caplog.text
     log = MezoLog.load(tmp_path / "checkpoint-4")
-    with pytest.raises(
-        OffloadError, match=r"training went on after step 4. Something other than MeZO has changed them"
-    ):
+    with pytest.raises(OffloadError, match=r"after the last step. Something other than MeZO has changed them"):
         replay(log, initial)
-    replay(log, best)
-    assert same(best, weights(run.model))
 
 
 def test_a_log_is_not_taken_for_weights(tmp_path):

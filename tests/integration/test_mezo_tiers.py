@@ -96,10 +96,11 @@ def changes_by_others(model, optimizer, step):
 
 def an_aborted_step(model, optimizer, step):
     def closure():
-        if torch.is_grad_enabled() or calls:
+        calls.append(None)
+        loss = model(**tiny_batch("gpt2", seed=5)).loss
+        if len(calls) > 1:
             raise KeyboardInterrupt
-        calls.append(float(model(**tiny_batch("gpt2", seed=5)).loss))
-        return torch.ones(())
+        return loss
 
     calls = []
     with pytest.raises(KeyboardInterrupt):
@@ -122,8 +123,6 @@ def test_what_comes_between_steps_finds_weights_as_in_memory(between, restore, t
     expected = trained(model, "gpt2", between, restore=restore)
     session = attached(other, tmp_path)
     found = trained(other, "gpt2", between, session, restore)
-    if between is changes_by_others:
-        expected[1].known[1:] = []  # in memory, the log notices it at once; on a tier, when a training begins
     assert found[1:] == expected[1:]
     assert same(found[0], expected[0])
     if between is a_state_dict:
@@ -240,9 +239,9 @@ def test_autocast_keeps_no_casts_of_weights_that_leave_memory(tmp_path):
     assert found == [False] * 4 + expected[4:]
 
 
-@RESTORES
-def test_a_step_reads_each_weight_twice_and_writes_it_once(restore, tmp_path):
-    """4 bytes written and 8 read of a parameter in fp32."""
+@pytest.mark.parametrize(("restore", "copies"), [("reference", 0), ("pristine", 1)])
+def test_a_step_of_two_passes_reads_and_writes_each_weight_twice(restore, copies, tmp_path):
+    """8 bytes each way of a parameter in fp32, and 4 of a copy."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
     session = attached(model, tmp_path, memory_budget=None)
     residency = session.residency
@@ -256,5 +255,5 @@ def test_a_step_reads_each_weight_twice_and_writes_it_once(restore, tmp_path):
     (written, read), (written_later, read_later) = moved[1], moved[-1]
     each = residency.total_bytes
     assert residency.limit_bytes < each / 2
-    assert 0 < written_later - written <= 4 * each
-    assert 0 < read_later - read <= 8 * each
+    assert 0 < written_later - written <= 4 * (2 + copies) * each
+    assert 0 < read_later - read <= 4 * (2 + copies) * each

@@ -193,29 +193,32 @@ def test_a_step_without_backward_is_two_forwards_with_one_direction():
 
 
 def test_weights_of_a_step_without_backward_pass_as_in_a_run():
-    """Two passes in turns read each weight once and write all; two passes read what leaves twice and write it once. A block
-    is read ahead while another computes.
+    """Both passes visit each block of one stack once; two passes bring what leaves twice. A block is read ahead while another
+    computes.
     """
     shape = workload_of("llama").in_mode("mezo")
     config = copy.deepcopy(shape.config)
     config.num_hidden_layers = 8
     counted = count_workload(dataclasses.replace(shape, config=config), CARD)
+    assert counted.is_one_stack
     total = sum(one.weight_bytes for one in counted.weights.values())
     seconds = sum(segment.seconds for segment in counted.segments)
     few = least_weights(counted)
     budget = 1 << 30
-    turns = hold(counted, Held(None, "ssd", total // 2 - 1), budget, on_host=False)
-    passes = hold(counted, Held(None, "ssd", total * 3 // 4), budget, on_host=False)
+    turns = hold(counted, Held(None, "ssd", total // 2), budget, on_host=False)
+    several = dataclasses.replace(counted, is_one_stack=False)
+    passes = hold(several, Held(None, "ssd", total // 2), budget, on_host=False)
     least = hold(counted, Held(None, "ssd", 0), budget, on_host=False)
     (written, read), (written_twice, read_twice) = moved_bytes(turns), moved_bytes(passes)
     assert few < total // 2
-    assert written["ssd"] == total
-    assert read["ssd"] == pytest.approx(total // 2 + few, rel=0.01)
-    assert written_twice["ssd"] == pytest.approx(total / 4 + few, rel=0.01)
-    assert read_twice["ssd"] == pytest.approx(total / 2 + 2 * few, rel=0.01)
+    assert written["ssd"] == pytest.approx(total / 2 + few, rel=0.01)
+    assert read["ssd"] == pytest.approx(total / 2 + few, rel=0.01)
+    assert written_twice["ssd"] == pytest.approx(total + 2 * few, rel=0.01)
+    assert read_twice["ssd"] == pytest.approx(total + 2 * few, rel=0.01)
     assert least.base_bytes == counted.base_bytes - total + few
     assert sum(segment.seconds for segment in turns.segments) == pytest.approx(seconds, rel=0.05)
-    assert max(segment.live_bytes for segment in turns.segments) > max(one.live_bytes for one in counted.segments)
+    most, alone = (max(one.live_bytes for one in each.segments) for each in (turns, passes))
+    assert most > alone + few  # the copy of a block, and what waits
 
 
 @pytest.mark.parametrize("part", [0, 1.5])

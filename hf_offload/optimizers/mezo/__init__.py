@@ -3,8 +3,7 @@ rebuilds every step. Nothing here knows the Trainer.
 """
 
 from hf_offload.optimizers.mezo.directions import RESTORES
-from hf_offload.optimizers.mezo.log import LOG_FILE, MezoLog
+from hf_offload.optimizers.mezo.log import LOG_FILE, MezoLog, replay
 from hf_offload.optimizers.mezo.optimizer import MeZO
-from hf_offload.optimizers.mezo.replay import replay
 
 __all__ = ["LOG_FILE", "RESTORES", "MeZO", "MezoLog", "replay"]

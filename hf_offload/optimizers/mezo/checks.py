@@ -26,26 +26,20 @@ HOW = (
 
 
 def check_options(eps: float, restore: str, seed: int) -> None:
-    """Raise :class:`~hf_offload.errors.OffloadConfigError` with all that are out of range."""
-    with collect_errors("options of MeZO") as check:
-        with check:
-            if not _is_number(eps) or not 0 < eps < math.inf:
-                raise OffloadConfigError(f"eps={eps!r}: give a number above 0.")
-        with check:
-            choose("restore", restore, RESTORES)
-        with check:
-            if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
-                raise OffloadConfigError(f"seed={seed!r}: give a whole number of 64 bits.")
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` for one that is out of range."""
+    choose("restore", restore, RESTORES)
+    if not _is_number(eps) or not 0 < eps < math.inf:
+        raise OffloadConfigError(f"eps={eps!r}: give a number above 0.")
+    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
+        raise OffloadConfigError(f"seed={seed!r}: give a whole number of 64 bits.")
 
 
 def check_groups(groups: Iterable[dict[str, Any]]) -> None:
     """Raise :class:`~hf_offload.errors.OffloadConfigError` unless all learning rates and decays are numbers, 0 or more."""
-    with collect_errors("parameter groups of MeZO") as check:
-        for number, group in enumerate(groups):
-            for key in ("lr", "weight_decay"):
-                with check:
-                    if not _is_number(group[key]) or not 0 <= group[key] < math.inf:
-                        raise OffloadConfigError(f"{key}={group[key]!r} of group {number}: give a number of 0 or more.")
+    for number, group in enumerate(groups):
+        for key in ("lr", "weight_decay"):
+            if not _is_number(group[key]) or not 0 <= group[key] < math.inf:
+                raise OffloadConfigError(f"{key}={group[key]!r} of group {number}: give a number of 0 or more.")
 
 
 def _is_number(value: Any) -> bool:
@@ -55,24 +49,15 @@ def _is_number(value: Any) -> bool:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise :class:`~hf_offload.errors.OffloadConfigError` for a model that is none, or that is wrapped for gradients."""
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` for a model that is none, that is wrapped, or that is frozen."""
     if not isinstance(model, nn.Module):
         raise OffloadConfigError(f"MeZO moves the weights of a torch.nn.Module, and was given {type(model).__name__}.")
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            raise OffloadConfigError(
-                "DistributedDataParallel has memory for all gradients, and MeZO has none: give it the model that is not "
-                "wrapped, which each process computes with. MeZO averages the losses of all processes itself."
-            )
-        if isinstance(module, FullyShardedDataParallel):
-            raise OffloadConfigError(
-                "FullyShardedDataParallel shards weights, and directions are drawn for whole ones: give MeZO the model that "
-                "is not wrapped."
-            )
-
-
-def check_trainable(model: nn.Module) -> None:
-    """Raise :class:`~hf_offload.errors.OffloadConfigError` for a model that is frozen."""
+    if any(isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) for module in model.modules()):
+        raise OffloadConfigError(
+            "DistributedDataParallel has memory for all gradients, and FullyShardedDataParallel parts of weights, while "
+            "directions are drawn for whole ones: give MeZO the model that is not wrapped, which each process computes with. "
+            "MeZO averages the losses of all processes itself."
+        )
     if not any(one.requires_grad for one in model.parameters()):
         raise OffloadConfigError("No parameter requires gradients: unfreeze what is to be trained.")
 
@@ -80,6 +65,8 @@ def check_trainable(model: nn.Module) -> None:
 def check_weights(weights: dict[str, nn.Parameter], foreign: int) -> None:
     """Raise :class:`~hf_offload.errors.OffloadConfigError` with everything about ``weights`` that cannot be trained."""
     with collect_errors("parameters of MeZO") as check:
+        devices = sorted({str(one.device) for one in weights.values()})
+        refused = {name: why for name, one in weights.items() if (why := _refusal(one))}
         with check:
             if foreign:
                 raise OffloadConfigError(
@@ -89,32 +76,32 @@ def check_weights(weights: dict[str, nn.Parameter], foreign: int) -> None:
             if not weights:
                 raise OffloadConfigError("No parameter requires gradients: unfreeze what is to be trained.")
         with check:
-            devices = sorted({str(one.device) for one in weights.values()})
             if len(devices) > 1:
                 raise OffloadConfigError(
                     f"Parameters are on {', '.join(devices)}: MeZO draws directions on one device. Move the model to one."
                 )
-        for name, one in weights.items():
+        for name, why in refused.items():
             with check:
-                if isinstance(one, DTensor):
-                    raise OffloadConfigError(
-                        f"{name} is sharded (DTensor), and directions are drawn for whole weights: leave out "
-                        "what shards it. With several processes, each has all weights."
-                    )
-                if isinstance(one, UninitializedParameter):
-                    raise OffloadConfigError(f"{name} has no shape yet: call the model once before.")
-                if one.dtype not in _DTYPES:
-                    raise OffloadConfigError(
-                        f"{name} is {one.dtype}: directions are drawn in {', '.join(map(str, _DTYPES))}."
-                    )
-                if one.is_meta:
-                    raise OffloadConfigError(f"{name} has no data (device meta): load the weights first.")
-                if one.layout is not torch.strided:
-                    raise OffloadConfigError(f"{name} is {one.layout}: only dense weights are trained.")
-                if torch._debug_has_internal_overlap(one) == 1:
-                    raise OffloadConfigError(
-                        f"{name} has elements that share memory, as expand() makes them: give the module a copy of it."
-                    )
+                raise OffloadConfigError(f"{name} {why}.")
+
+
+def _refusal(weight: nn.Parameter) -> str:
+    if isinstance(weight, DTensor):
+        return (
+            "is sharded (DTensor), and directions are drawn for whole weights: leave out what shards it. With several "
+            "processes, each has all weights"
+        )
+    if isinstance(weight, UninitializedParameter):
+        return "has no shape yet: call the model once before"
+    if weight.dtype not in _DTYPES:
+        return f"is {weight.dtype}: directions are drawn in {', '.join(map(str, _DTYPES))}"
+    if weight.is_meta:
+        return "has no data (device meta): load the weights first"
+    if weight.layout is not torch.strided:
+        return f"is {weight.layout}: only dense weights are trained"
+    if torch._debug_has_internal_overlap(weight) == 1:
+        return "has elements that share memory, as expand() makes them: give the module a copy of it"
+    return ""
 
 
 def check_ready(weights: dict[str, nn.Parameter], model: nn.Module, setup: Setup) -> None:

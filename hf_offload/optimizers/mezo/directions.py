@@ -8,7 +8,7 @@ Note: whose bits
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,103 +30,89 @@ _GROUP = 16  # elements that PyTorch's kernel for CPUs makes at a time, of as ma
 
 
 class Shift(NamedTuple):
-    """Weights move by ``scale * eps`` along the direction of ``seed``."""
+    """A weight moves by ``scale * eps`` along a direction."""
 
-    seed: int
     scale: int
     eps: float
 
-    def make(self, part: Tensor, z: Tensor, result: Tensor) -> None:
-        """Change ``part``, whose direction is ``z``. ``result`` is memory for results, of the same shape."""
-        part.add_(torch.mul(z, self.scale, out=result).mul_(self.eps))
+    def apply(self, part: Tensor, z: Tensor) -> None:
+        """Change ``part``, whose direction is ``z``."""
+        part.add_(torch.mul(z, self.scale).mul_(self.eps))
 
 
 class Update(NamedTuple):
-    """One weight moves by ``rate`` against ``gradient`` along the direction of ``seed``, and against its ``decay``."""
+    """A weight moves by ``rate`` against ``gradient`` along a direction, and against its ``decay``."""
 
-    seed: int
     gradient: float
     rate: float
     decay: float
 
-    def make(self, part: Tensor, z: Tensor, result: Tensor) -> None:
-        """Change ``part``, whose direction is ``z``. ``result`` is memory for results, of the same shape."""
-        torch.mul(z, self.gradient, out=result)
+    def apply(self, part: Tensor, z: Tensor) -> None:
+        """Change ``part``, whose direction is ``z``."""
+        change = torch.mul(z, self.gradient)
         if self.decay:
-            result.add_(part * self.decay)
-        part.sub_(result.mul_(self.rate))
+            change.add_(part * self.decay)
+        part.sub_(change.mul_(self.rate))
 
 
 Move = Shift | Update
 
 
-class Directions:
-    """Draws directions for weights like ``weights``, all on one device, of which it holds no memory. It allocates what it
-    needs at once, so that nothing fails while some weights have moved and others have not.
+class Direction:
+    """That of one step on a ``device``, for weights like those of ``metas``, which have no data."""
+
+    def __init__(self, seed: int, metas: Sequence[Tensor], device: torch.device):
+        self._metas, self._device = metas, device
+        # Of the generator at the beginning of each weight's direction, as far as they are known, by number.
+        self._states = {0: torch.Generator(device).manual_seed(seed).get_state()}
+
+    def generator(self, number: int) -> torch.Generator:
+        """At the beginning of the direction of the weight of this number."""
+        place = max(known for known in self._states if known <= number)
+        generator = torch.Generator(self._device)
+        generator.set_state(self._states[place])
+        for passed, meta in enumerate(self._metas[place:number], place):
+            memory = memory_for(meta, self._device)
+            for count in _counts(meta, self._device):
+                memory[:count].normal_(generator=generator)
+            self.passed(passed, generator)
+        return generator
+
+    def passed(self, number: int, generator: torch.Generator) -> None:
+        """``generator`` has drawn for the weight of this number."""
+        self._states.setdefault(number + 1, generator.get_state())
+
+
+def memory_for(weight: Tensor, device: torch.device) -> Tensor:
+    """For as much of a direction of ``weight`` as is drawn at a time."""
+    return torch.empty(max(_counts(weight, device)), dtype=weight.dtype, device=device)
+
+
+def make_moves(weight: Tensor, memory: Tensor, ways: Sequence[tuple[torch.Generator, Sequence[Move]]]) -> None:
+    """Change ``weight`` by moves along one direction after the other. Each generator is at the beginning of the weight's
+    direction, and then at its end; directions are drawn in ``memory``.
     """
-
-    def __init__(self, weights: Sequence[Tensor]):
-        self._device = weights[0].device
-        self._draws = [(weight.dtype, list(_drawn(weight))) for weight in weights]
-        self._z, self._result = (
-            torch.empty(max(count(one) * one.element_size() for one in weights), dtype=torch.uint8, device=self._device)
-            for count in (lambda one: max(_drawn(one), default=0), _largest_piece)
-        )
-
-    def generator(self, seed: int) -> torch.Generator:
-        """That of a seed, in front of the first weight."""
-        return torch.Generator(self._device).manual_seed(seed)
-
-    def move(self, weights: Sequence[Tensor], shift: Shift) -> None:
-        """All weights."""
-        self._make_all(weights, [shift] * len(weights))
-
-    def update(self, weights: Sequence[Tensor], updates: Sequence[Update]) -> None:
-        """Each weight by its update, all along one direction."""
-        self._make_all(weights, updates)
-
-    def _make_all(self, weights: Sequence[Tensor], moves: Sequence[Move]) -> None:
-        generator = self.generator(moves[0].seed)
-        for weight, move in zip(weights, moves, strict=True):
-            self.make([(generator, [move])], weight)
-
-    def make(self, ways: Sequence[tuple[torch.Generator, Sequence[Move]]], weight: Tensor) -> None:
-        """Change ``weight`` by moves along one direction after the other. Each generator is at the beginning of the weight's
-        direction, and then at its end.
-        """
-        flat = weight.view(-1) if weight.is_contiguous() else None
-        begin = 0
-        for count in _drawn(weight):
-            part = weight if flat is None else flat[begin : begin + count]
-            begin += count
-            for generator, moves in ways:
-                z = _as(self._z, part).normal_(generator=generator)
-                for some, some_z in zip(_pieces(part), _pieces(z), strict=True):
-                    for move in moves:
-                        move.make(some, some_z, _as(self._result, some))
-
-    def skip(self, number: int, generator: torch.Generator) -> None:
-        """Let ``generator`` pass the weight of this number."""
-        dtype, counts = self._draws[number]
-        for count in counts:
-            self._z[: count * dtype.itemsize].view(dtype).normal_(generator=generator)
+    flat = weight.view(-1) if weight.is_contiguous() else None
+    begin = 0
+    for count in _counts(weight, weight.device):
+        part = weight if flat is None else flat[begin : begin + count]
+        begin += count
+        z = memory[:count].view(part.shape)
+        for generator, moves in ways:
+            z.normal_(generator=generator)
+            for some, some_z in zip(_pieces(part), _pieces(z), strict=True):
+                for move in moves:
+                    move.apply(some, some_z)
 
 
-def _as(memory: Tensor, like: Tensor) -> Tensor:
-    nbytes = like.numel() * like.element_size()
-    if nbytes > memory.numel():  # a weight has other strides by now
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=memory.device)
-    return memory[:nbytes].view(like.dtype).view(like.shape)
-
-
-def _drawn(weight: Tensor) -> Iterator[int]:
-    """How many numbers to draw at a time for ``weight``."""
-    count = weight.numel()
-    if weight.device.type == "cpu" and weight.is_contiguous() and count > 2 * _PIECE and _may_draw_pieces(weight.dtype):
+def _counts(weight: Tensor, device: torch.device) -> list[int]:
+    """How many numbers are drawn at a time for ``weight``."""
+    count, counts = weight.numel(), []
+    if device.type == "cpu" and weight.is_contiguous() and count > 2 * _PIECE and _may_draw_pieces(weight.dtype):
         while count > 2 * _PIECE:  # the last piece has more than one group
-            yield _PIECE
+            counts.append(_PIECE)
             count -= _PIECE
-    yield count
+    return [*counts, count]
 
 
 @functools.cache
@@ -152,11 +138,6 @@ def direction_bytes(weight: Tensor, *, on_cpu: bool) -> int:
     piece = weight.element_size() * min(weight.numel(), _PIECE)
     drawn = min(weight.nbytes, 2 * piece) if on_cpu and weight.is_contiguous() else weight.nbytes
     return drawn + 2 * piece
-
-
-def _largest_piece(weight: Tensor) -> int:
-    per_row = 1 if weight.is_contiguous() else weight[:1].numel()
-    return min(weight.numel(), max(_PIECE, per_row))
 
 
 def checksum(weight: Tensor) -> int:

@@ -1,10 +1,10 @@
-"""What each step of MeZO was: with the weights at the beginning, it gives the weights at any step, bit for bit."""
+"""What each step of MeZO was, and its replay: with the weights at the beginning, a log gives those of any step."""
 
 import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -12,8 +12,19 @@ import torch
 import xxhash
 from torch import Tensor
 
-from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.mezo.directions import Update
+from hf_offload.errors import OffloadConfigError, OffloadError
+from hf_offload.interrupts import signals_deferred
+from hf_offload.optimizers.mezo.directions import (
+    BACK,
+    MINUS,
+    PLUS,
+    Move,
+    Shift,
+    Update,
+    checksum,
+    make_moves,
+    memory_for,
+)
 from hf_offload.settings.load import collect_errors
 
 LOG_FILE = "mezo_log.safetensors"
@@ -42,21 +53,9 @@ class Row(NamedTuple):
         """Whether an update was made."""
         return not math.isnan(self.gradient)
 
-    def updates_of(self, groups: Sequence[int]) -> list[Update]:
-        """The update of each weight, of these parameter groups."""
-        return [Update(self.seed, self.gradient, self.rates[group], self.decays[group]) for group in groups]
-
-
-class Known(NamedTuple):
-    """Weights at some time.
-
-    Attributes:
-        steps: How many steps were made before.
-        sums: The checksum of each weight.
-    """
-
-    steps: int
-    sums: tuple[int, ...]
+    def update_of(self, group: int) -> Update:
+        """The update of a weight of this parameter group."""
+        return Update(self.gradient, self.rates[group], self.decays[group])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,13 +80,9 @@ class Setup:
     seed: int
     device: str
 
-    def as_text(self) -> str:
-        """JSON."""
-        return json.dumps(dataclasses.asdict(self))
-
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """What :meth:`as_text` gave."""
+        """Of JSON."""
         found: dict[str, Any] = json.loads(text)
         found["shapes"] = [tuple(shape) for shape in found["shapes"]]
         values: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in found.items()}
@@ -119,107 +114,101 @@ class MezoLog:
     Attributes:
         setup: What does not change.
         rows: The steps.
-        known: Weights before the first step, and whenever training went on, or something else was seen to have changed them.
-        final: That of each weight after the last of ``rows``, where the log was saved with it.
+        initial: The checksum of each weight before the first step; empty without steps.
+        final: After the last one, where the log was saved with it.
     """
 
     setup: Setup
     rows: list[Row] = dataclasses.field(default_factory=list)
-    known: list[Known] = dataclasses.field(default_factory=list)
-    final: tuple[int, ...] | None = None
+    initial: tuple[int, ...] = ()
+    final: tuple[int, ...] = ()
 
     # -- in a state dict, and in a file ---------------------------------------------------------------------------------
 
-    def tensors(self) -> dict[str, Tensor]:
-        """``seeds`` and ``gradients`` ``[steps]``, ``rates`` and ``decays`` ``[steps or 1, groups or 1]``, 1 where all are
-        the same, ``known_steps`` ``[times]`` and ``known_sums`` ``[times, weights]``, and ``final`` ``[weights]``.
+    def to_bytes(self) -> bytes:
+        """As a file of safetensors: ``setup`` as JSON, ``seeds`` and ``gradients`` ``[steps]``, ``rates`` and ``decays``
+        ``[steps or 1, groups or 1]``, 1 where all are the same, ``initial`` and ``final`` ``[weights or 0]``, and ``digest``.
         """
-        seeds = [row.seed for row in self.rows]
-        gradients = [row.gradient for row in self.rows]
-        found = {
-            "seeds": torch.tensor(seeds, dtype=torch.int64, device="cpu"),
-            "gradients": torch.tensor(gradients, dtype=torch.float64, device="cpu"),
+        from safetensors.torch import save
+
+        numbers = {"seeds": [row.seed for row in self.rows], "initial": self.initial, "final": self.final}
+        tensors = {
+            **{name: torch.tensor(values, dtype=torch.int64, device="cpu") for name, values in numbers.items()},
+            "gradients": torch.tensor([row.gradient for row in self.rows], dtype=torch.float64, device="cpu"),
+            **{name: _narrow([getattr(row, name) for row in self.rows]) for name in _TABLES},
+            "setup": _bytes(json.dumps(dataclasses.asdict(self.setup)).encode()),
         }
-        for name in _TABLES:
-            found[name] = _narrow([getattr(row, name) for row in self.rows])
-        if self.known:
-            found["known_steps"] = torch.tensor([one.steps for one in self.known], dtype=torch.int64, device="cpu")
-            found["known_sums"] = torch.tensor([one.sums for one in self.known], dtype=torch.int64, device="cpu")
-        if self.final is not None:
-            found["final"] = torch.tensor(self.final, dtype=torch.int64, device="cpu")
-        return found
+        return save(tensors | {"digest": _bytes(_digest(tensors))})
 
     @classmethod
-    def from_tensors(cls, setup: Setup, tensors: Mapping[str, Tensor]) -> Self:
-        """What :meth:`tensors` gave."""
-        seeds, gradients = (tensors[name].tolist() for name in ("seeds", "gradients"))
+    def from_bytes(cls, content: bytes, what: str) -> Self:
+        """What :meth:`to_bytes` gave, which is called ``what``."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        try:
+            tensors = load(content)
+        except SafetensorError as error:
+            raise OffloadConfigError(
+                f"{what} cannot be read as a log of MeZO ({error}): give a {LOG_FILE}, or a checkpoint that has one."
+            ) from error
+        if "digest" not in tensors:
+            raise OffloadConfigError(f"{what} is not a log of MeZO: give a {LOG_FILE}, or a checkpoint that has one.")
+        if tensors.pop("digest").numpy().tobytes() != _digest(tensors):
+            raise OffloadConfigError(
+                f"{what} is damaged, or another version of hf_offload has written it: take that of another checkpoint."
+            )
+        setup = Setup.from_text(tensors["setup"].numpy().tobytes().decode())
+        seeds, gradients, initial, final = (
+            tensors[name].tolist() for name in ("seeds", "gradients", "initial", "final")
+        )
         tables = [_widen(tensors[name], len(seeds), setup.group_count) for name in _TABLES]
         rows = [Row(*row) for row in zip(seeds, gradients, *tables, strict=True)]
-        known: list[Known] = []
-        if "known_steps" in tensors:
-            times = zip(tensors["known_steps"].tolist(), tensors["known_sums"].tolist(), strict=True)
-            known = [Known(steps, tuple(sums)) for steps, sums in times]
-        return cls(setup, rows, known, tuple(tensors["final"].tolist()) if "final" in tensors else None)
+        return cls(setup, rows, tuple(initial), tuple(final))
 
     def state(self) -> dict[str, Any]:
         """For a state dict of an optimizer, which loads with ``weights_only=True``."""
-        text, tensors = self.setup.as_text(), self.tensors()
-        return {_KEY: {"setup": text, "digest": _digest(text, tensors), **tensors}}
+        return {_KEY: _bytes(self.to_bytes())}
 
     @classmethod
     def from_state(cls, state_dict: Mapping[str, Any]) -> Self:
         """Of a state dict. Raises :class:`~hf_offload.errors.OffloadConfigError` if it is another optimizer's, or damaged."""
-        own = state_dict.get(_KEY)
-        if own is None:
+        if _KEY not in state_dict:
             raise OffloadConfigError(
                 "This state was not saved by MeZO: go on with the optimizer that saved it, or start without its state."
             )
-        tensors = {key: one for key, one in own.items() if isinstance(one, Tensor)}
-        return cls._checked(own.get("setup"), own.get("digest"), tensors, "This state of MeZO")
+        return cls.from_bytes(state_dict[_KEY].cpu().numpy().tobytes(), "This state of MeZO")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a safetensors file."""
-        from safetensors.torch import save_file
-
-        text, tensors = self.setup.as_text(), self.tensors()
-        save_file(tensors, path, {"format": "pt", _KEY: text, "digest": _digest(text, tensors)})
+        Path(path).write_bytes(self.to_bytes())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """From a file, or from the folder of a checkpoint. Raises :class:`~hf_offload.errors.OffloadConfigError` where there
         is none, or a damaged one.
         """
-        from safetensors import SafetensorError, safe_open
-
         file = Path(path) / LOG_FILE if Path(path).is_dir() else Path(path)
         try:
-            with safe_open(file, "pt") as found:
-                texts = found.metadata() or {}
-                tensors = {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118  # not a mapping
-        except (OSError, SafetensorError) as error:
+            content = file.read_bytes()
+        except OSError as error:
             raise OffloadConfigError(
                 f"{file} cannot be read as a log of MeZO ({error}): give a {LOG_FILE}, or a checkpoint that has one."
             ) from error
-        if _KEY not in texts:
-            raise OffloadConfigError(f"{file} is not a log of MeZO: give a {LOG_FILE}, or a checkpoint that has one.")
-        return cls._checked(texts[_KEY], texts.get("digest"), tensors, str(file))
-
-    @classmethod
-    def _checked(cls, text: str | None, digest: str | None, tensors: Mapping[str, Tensor], what: str) -> Self:
-        if text is None or digest != _digest(text, tensors):
-            raise OffloadConfigError(
-                f"{what} is damaged, or another version of hf_offload has written it: take that of another checkpoint."
-            )
-        return cls.from_tensors(Setup.from_text(text), tensors)
+        return cls.from_bytes(content, str(file))
 
 
-def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+def _bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> bytes:
     """Of all that a log holds."""
-    found = xxhash.xxh3_128(text.encode())
+    found = xxhash.xxh3_128()
     for name, one in sorted(tensors.items()):
         found.update(f"{name} {one.dtype} {tuple(one.shape)}".encode())
-        found.update(one.cpu().contiguous().numpy().data)
-    return found.hexdigest()
+        found.update(one.contiguous().numpy().data)
+    return found.digest()
 
 
 def _narrow(table: Sequence[Sequence[float]]) -> Tensor:
@@ -236,3 +225,84 @@ def _widen(table: Tensor, count: int, groups: int) -> list[tuple[float, ...]]:
     if not count:
         return []
     return [tuple(row) for row in table.cpu().expand(count, groups).tolist()]
+
+
+# -- replay -------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def replay(
+    log: MezoLog,
+    weights: Mapping[str, Tensor],
+    steps: int | None = None,
+    *,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> None:
+    """Make the first ``steps`` of ``log`` (default: all) on ``weights``, which are as they were before the first one, and
+    change in place. No data, no forward.
+
+    Aborted steps count: there may be more of them than updates. ``on_step`` is called with the number of steps made.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for weights that are not those the log knows, and
+    :class:`~hf_offload.errors.OffloadError` if they do not become those that it knows later: something else than MeZO has
+    changed them meanwhile, or another device or version of PyTorch draws other numbers here.
+    """
+    setup = log.setup
+    count = len(log.rows) if steps is None else steps
+    if not 0 <= count <= len(log.rows):
+        raise OffloadConfigError(f"steps={count}: the log has {len(log.rows)} steps.")
+    _check_weights(log, weights)
+    chosen = [weights[name] for name in setup.names]
+    wrong = _different(log.initial, chosen, log)
+    if wrong:
+        raise OffloadConfigError(
+            f"{wrong} not what they were before the first step: give the weights training began with."
+        )
+    for number, row in enumerate(log.rows[:count], 1):
+        with signals_deferred:
+            generator = torch.Generator(chosen[0].device).manual_seed(row.seed)
+            for weight, group in zip(chosen, setup.groups, strict=True):
+                moves: list[Move] = []
+                if setup.restore == "reference":  # which leaves rounding errors behind
+                    moves += [Shift(scale, setup.eps) for scale in (PLUS, MINUS, BACK)]
+                if row.updates:
+                    moves.append(row.update_of(group))
+                make_moves(weight, memory_for(weight, weight.device), [(generator, moves)])
+        on_step(number)
+    wrong = _different(log.final, chosen, log) if count == len(log.rows) else ""
+    if wrong:
+        raise OffloadError(
+            f"{wrong} not what they were after the last step. Something other than MeZO has changed them in the training, "
+            "such as load_best_model_at_end, another checkpoint or a callback; or other numbers are drawn here: training "
+            f"was on {setup.device!r}, and other devices and versions of PyTorch draw others."
+        )
+
+
+def _different(known: tuple[int, ...], weights: Sequence[Tensor], log: MezoLog) -> str:
+    """Which of ``weights`` have another checksum, if ``known`` are there."""
+    wrong = [
+        name
+        for name, one, weight in zip(log.setup.names, known, weights, strict=bool(known))
+        if one != checksum(weight)
+    ]
+    return f"{len(wrong)} of {len(weights)} weights, such as {wrong[0]}, are" if wrong else ""
+
+
+def _check_weights(log: MezoLog, weights: Mapping[str, Tensor]) -> None:
+    setup = log.setup
+    missing = [name for name in setup.names if name not in weights]
+    if missing:
+        raise OffloadConfigError(
+            f"The log has {len(missing)} weights, such as {missing[0]}, which are not among those given: give the model "
+            "it is of."
+        )
+    kinds = {name: (tuple(one.shape), str(one.dtype), one.device.type) for name, one in weights.items()}
+    logged = {one[0]: (*one[1:], setup.device) for one in zip(setup.names, setup.shapes, setup.dtypes, strict=True)}
+    wrong = [name for name, kind in logged.items() if kinds[name] != kind]
+    if wrong:
+        (shape, dtype, device), expected = kinds[wrong[0]], logged[wrong[0]]
+        others = f", and {len(wrong) - 1} others differ, too" if len(wrong) > 1 else ""
+        raise OffloadConfigError(
+            f"{wrong[0]} is {shape} in {dtype} on {device}, and in the log {expected[0]} in {expected[1]} on {expected[2]}"
+            f"{others}: give the weights as they were trained. Other devices draw other numbers."
+        )

@@ -13,26 +13,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_offload.errors import OffloadConfigError, OffloadError
-from hf_offload.generators import process_states, set_process_states
 from hf_offload.interrupts import signals_deferred
-from hf_offload.optimizers.mezo.at_once import AtOnce
+from hf_offload.optimizers.mezo.blocks import Passes
 from hf_offload.optimizers.mezo.checks import (
     HOW,
     check_groups,
     check_model,
     check_options,
     check_ready,
-    check_trainable,
     check_weights,
     losses_of,
 )
-from hf_offload.optimizers.mezo.course import Course
-from hf_offload.optimizers.mezo.directions import BACK, MINUS, PLUS, Shift, checksum
-from hf_offload.optimizers.mezo.log import Known, MezoLog, Row, Setup
-from hf_offload.optimizers.mezo.passes import Passes
-from hf_offload.optimizers.mezo.together import Losses, Together
+from hf_offload.optimizers.mezo.directions import BACK, MINUS, PLUS, Move, Shift, checksum
+from hf_offload.optimizers.mezo.log import MezoLog, Row, Setup
+from hf_offload.optimizers.mezo.processes import Losses, Processes
+from hf_offload.optimizers.mezo.trajectory import Copy, Trajectory
 from hf_offload.optimizers.projected.projections import draw_seed
-from hf_offload.state.registry import parked_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +60,8 @@ class MeZO(Optimizer):
         model: What computes the loss, with all of ``params``. Directions are drawn in the order of its parameters.
         eps: How far the weights go in each direction.
         restore: ``"reference"``: weights go back by adding ``eps z`` again, as in the authors' code. It does not give the
-            same bits: rounding errors stay. ``"pristine"``: a copy of the weights is kept while the losses are computed, or
-            they are read again from a tier.
+            same bits: rounding errors stay. ``"pristine"``: a copy of the weights is kept while the losses are computed, on
+            the tier of those that leave memory.
         seed: The seeds of all steps depend on it.
         lr: Learning rate, of groups that have none.
         weight_decay: Of groups that have none.
@@ -93,7 +89,6 @@ class MeZO(Optimizer):
     ):
         check_options(eps, restore, seed)
         check_model(model)
-        check_trainable(model)
         self._made = False
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         check_groups(self.param_groups)
@@ -117,14 +112,10 @@ class MeZO(Optimizer):
         self.log = MezoLog(setup)
         self.projected_gradient: float | None = None
         self._evaluated = self._is_evaluating = False
-        self._begins = True  # or goes on, after anything may have come
-        self._is_changed = False  # by something else since then
-        self._loaded: Known | None = None  # what a state was saved with
-        self._saved: Known | None = None
-        self._versions: list[int] | None = None
-        self._moves: AtOnce | Course = AtOnce(self._weights)
+        self._loaded: tuple[int, ...] = ()  # checksums of the weights that a state was saved with
+        self._trajectory = Trajectory(self._weights)
         self._passes = Passes()
-        self._together = Together()
+        self._processes = Processes()
         self._made = True
 
     @torch.no_grad()
@@ -140,15 +131,15 @@ class MeZO(Optimizer):
         if self._is_evaluating:
             raise OffloadError("A closure of MeZO has called its step() or evaluate(): return the loss alone.")
         self._evaluated = False
-        self._together.begin(self._model_alive(), self.log.setup, self._now, self._check)
-        self._know_weights()
+        self._processes.begin(self._model_alive(), self.log.setup, self._now, self._check)
+        if not self.log.rows:
+            self.log.initial = self._sums()
+        self._loaded = ()
         self._is_evaluating = True
         try:
-            first, second = self._together.losses(lambda: self._losses(closure), sums)
+            first, second = self._processes.losses(lambda: self._losses(closure), sums)
         finally:
             self._is_evaluating = False
-            self._versions = self._versions_now()
-        self._check_losses(first, second)
         self.projected_gradient = self._gradient(first, second)
         self._evaluated = True
         return first
@@ -159,99 +150,51 @@ class MeZO(Optimizer):
     def _check(self) -> None:
         check_ready(self._weights, self._model_alive(), self.log.setup)
         check_groups(self.param_groups)
-        self._mover().check()
-        if self._loaded is not None:
-            self._check_loaded(self._loaded.sums)
-
-    def _check_loaded(self, saved: tuple[int, ...]) -> None:
-        sums = self._sums()
-        wrong = [name for name, one, other in zip(self._weights, sums, saved, strict=True) if one != other]
+        self._trajectory.check()
+        saved = zip(self._weights.items(), self._loaded, strict=bool(self._loaded))
+        wrong = [name for (name, one), known in saved if checksum(one) != known]
         if wrong:
             raise OffloadConfigError(
-                f"The state of MeZO was saved with other weights than the model has: {len(wrong)} of {len(sums)} differ, "
-                f"such as {', '.join(wrong[:3])}. Load all weights of that checkpoint, and look whether its loading has "
-                "said that names did not match; or start without the state, and with another seed."
+                f"The state of MeZO was saved with other weights than the model has: {len(wrong)} of {len(self._weights)} "
+                f"differ, such as {', '.join(wrong[:3])}. Load all weights of that checkpoint, and look whether its loading "
+                "has said that names did not match; or start without the state, and with another seed."
             )
 
     def _sums(self) -> tuple[int, ...]:
         return tuple(map(checksum, self._weights.values()))
 
-    def _versions_now(self) -> list[int] | None:
-        """How often each weight was changed; None for those that come and go, for which that is not counted exactly."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return [one._version for one in self._weights.values()] if isinstance(self._moves, AtOnce) else None
-
-    def _know_weights(self) -> None:
-        """The log is to know weights before the first step, and where it cannot rebuild them from those it knows."""
-        before, now, steps = self._versions, self._versions_now(), len(self.log.rows)
-        changed = before is not None and now is not None and before != now
-        if not self._begins and (not changed or self._is_changed):
-            return
-        known = Known(steps, self._sums())
-        if self._saved is not None and self._saved.steps == steps:
-            changed = self._saved != known
-        if changed:
-            self._is_changed = not self._begins
-            logger.warning(
-                "Something other than MeZO has changed weights after step %s, such as a checkpoint that was loaded, or a "
-                "callback. From the weights training began with, the log rebuilds the first %s steps; later ones from those "
-                "that it goes on with now%s.",
-                steps,
-                steps,
-                "" if self._begins else ", unless they are changed between steps again",
-            )
-        if changed or (self._loaded is None and self._saved != known and known not in self.log.known[-1:]):
-            self.log.known.append(known)
-        self._begins, self._loaded = False, None
-
     def _losses(self, closure: Callable[[], Any]) -> Losses:
         """What ``closure`` returns with weights moved either way. They go back."""
-        setup, model, mover = self.log.setup, self._model_alive(), self._mover()
-        seed = draw_seed(setup.seed, 0, len(self.log.rows)) & _SEED_BITS
+        setup, trajectory = self.log.setup, self._trajectory
+        plus, minus, back = (Shift(scale, setup.eps) for scale in (PLUS, MINUS, BACK))
         is_pristine = setup.restore == "pristine"
-        losses: list[Tensor] = []
-        way = iter((PLUS, MINUS, BACK))
+        moves: list[Move | Copy] = [Copy.KEEP, plus, minus, Copy.RETURN] if is_pristine else [plus, minus, back]
         before = len(self.log.rows)
-        with self._eval_mode() as check_mode, mover.casting():
+        seed = draw_seed(setup.seed, 0, before) & _SEED_BITS
+        model = self._model_alive()
 
-            def computed() -> Tensor:
-                with mover.computing():
-                    found = losses_of(closure())
-                check_mode()
-                return found
+        def computed() -> Tensor:
+            with trajectory.computing():
+                found = losses_of(closure())
+            if model.training:
+                raise OffloadError(
+                    "The closure of MeZO has called train(), and its losses are those of eval mode, without dropout: leave "
+                    "train() out. The weights have gone back, and no update was made."
+                )
+            return found
 
+        with self._eval_mode():
             try:
-                mover.begin_step()
-                if is_pristine:
-                    mover.keep_here()
                 with signals_deferred:
+                    trajectory.begin_step(seed, moves)
                     # Until step() says otherwise, weights go there and back, and no update is made.
                     self.log.rows.append(self._row(seed, math.nan))
-                    mover.move(Shift(seed, next(way), setup.eps))
-                if isinstance(mover, Course) and not is_pristine and self._passes.one_pays(mover, model):
-                    with signals_deferred:
-                        mover.keep_here()
-                        mover.move(Shift(seed, next(way), setup.eps))
-                    losses = self._passes.losses(mover, model, computed)
-                else:
-                    drawn = process_states(all_devices=True)
-                    losses.append(computed())
-                    with signals_deferred:
-                        mover.move(Shift(seed, next(way), setup.eps))
-                    set_process_states(drawn)
-                    losses.append(computed())
+                    trajectory.advance(2 if is_pristine else 1)
+                first, second = self._passes.losses(trajectory, model, computed)
             finally:
                 with signals_deferred:
-                    if len(self.log.rows) > before and not mover.is_changing:
-                        if is_pristine:
-                            mover.undo()
-                        else:
-                            mover.go_on()
-                            # What is left, so that an aborted step has the bits of one without an update.
-                            for scale in way:
-                                mover.move(Shift(seed, scale, setup.eps))
-                    mover.end_step()
-        first, second = losses
+                    if len(self.log.rows) > before:
+                        trajectory.advance()
         return first, second
 
     @torch.no_grad()
@@ -264,34 +207,27 @@ class MeZO(Optimizer):
         if not self._evaluated or self.projected_gradient is None:
             raise OffloadError(f"MeZO's step() has no losses to work with: {HOW}.")
         check_groups(self.param_groups)
-        mover = self._mover()
-        mover.check()
         row = self._row(self.log.rows[-1].seed, self.projected_gradient)
-        self._together.agree(_RATES, row[2:])
+        self._processes.check_same({_RATES: row[2:]})
+        groups = self.log.setup.groups
         with signals_deferred:
             self._evaluated = False
-            mover.update(row.updates_of(self.log.setup.groups))
             self.log.rows[-1] = row
-            self._versions = self._versions_now()
+            self._trajectory.update(lambda number: row.update_of(groups[number]))
         return loss
 
     def _row(self, seed: int, gradient: float) -> Row:
         rates, decays = (tuple(float(group[key]) for group in self.param_groups) for key in ("lr", "weight_decay"))
         return Row(seed, gradient, rates, decays)
 
-    def _mover(self) -> AtOnce | Course:
-        """What moves the weights: at once, or when they are used, if any of them leaves memory."""
-        if isinstance(self._moves, AtOnce) and any(parked_of(one) is not None for one in self._weights.values()):
-            self._moves.check()
-            self._moves = Course(self._weights)
-        return self._moves
-
-    def _check_losses(self, first: Tensor, second: Tensor) -> None:
-        if not (math.isfinite(first.item()) and math.isfinite(second.item())):
+    def _gradient(self, first: Tensor, second: Tensor) -> float:
+        found = float(((first - second) / (2 * self.log.setup.eps)).item())
+        if not math.isfinite(found):
             raise OffloadError(
-                f"Step {len(self.log.rows)} of MeZO: the losses are {first.item()} and {second.item()}, which is not finite. "
-                "The weights have gone back, and no update was made. If no label of the batch counts (all are -100), leave "
-                "the batch out; otherwise lower the learning rate, or eps."
+                f"Step {len(self.log.rows)} of MeZO: the losses are {first.item()} and {second.item()}, which is not finite, "
+                "or they differ by more than their dtype can hold, divided by 2 eps. The weights have gone back, and no "
+                "update was made. If no label of the batch counts (all are -100), leave the batch out; otherwise lower the "
+                "learning rate, or change eps."
             )
         if first.dtype in _NARROW and len(self.log.rows) == 1:
             logger.warning(
@@ -299,34 +235,15 @@ class MeZO(Optimizer):
                 "compute it in float32.",
                 first.dtype,
             )
-
-    def _gradient(self, first: Tensor, second: Tensor) -> float:
-        found = float(((first - second) / (2 * self.log.setup.eps)).item())
-        if not math.isfinite(found):
-            raise OffloadError(
-                f"Step {len(self.log.rows)} of MeZO: the losses {first.item()} and {second.item()} differ by more than their "
-                "dtype can hold, divided by 2 eps. The weights have gone back, and no update was made. Lower the learning "
-                "rate, or raise eps."
-            )
         return found
 
     @contextlib.contextmanager
-    def _eval_mode(self) -> Iterator[Callable[[], None]]:
-        """Gives what raises :class:`~hf_offload.errors.OffloadError` if a closure has ended it."""
+    def _eval_mode(self) -> Iterator[None]:
         model = self._model_alive()
         before = [(module, module.training) for module in model.modules()]
-
-        def check() -> None:
-            if any(module.training for module in others):
-                raise OffloadError(
-                    "The closure of MeZO has called train(), and its losses are those of eval mode, without dropout: leave "
-                    "train() out. The weights have gone back, and no update was made."
-                )
-
         try:
             model.eval()
-            others = [module for module in model.modules() if not module.training]
-            yield check
+            yield
         finally:
             for module, training in before:
                 module.training = training
@@ -339,8 +256,7 @@ class MeZO(Optimizer):
 
     def end_training(self) -> None:
         """Let the other processes go, until the next step. Idempotent."""
-        self._together.part()
-        self._begins, self._is_changed = True, False
+        self._processes.end()
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------
 
@@ -354,10 +270,7 @@ class MeZO(Optimizer):
 
     def save_log(self, path: Any) -> None:
         """Write the log to a safetensors file, with checksums of the weights as they are now."""
-        self._mover().check()
-        log = self._log_with_sums()
-        log.save(path)
-        self._saved = None if log.final is None else Known(len(log.rows), log.final)
+        self._log_with_sums().save(path)
 
     def load_log(self, log: MezoLog) -> None:
         """Go on after the steps of ``log``, which :meth:`save_log` has written.
@@ -366,17 +279,13 @@ class MeZO(Optimizer):
         not those it was saved with are an error of the next step.
         """
         self.log.setup.check(log.setup)
-        is_own = (
-            log.rows == self.log.rows
-        )  # what Accelerate's prepare() saves and loads at once, after anything has come
-        self._loaded = None if log.final is None or is_own else Known(len(log.rows), log.final)
-        self.log = dataclasses.replace(log, rows=[*log.rows], known=[*log.known], final=None)
-        self._evaluated, self._begins, self._is_changed = False, True, False
+        # Accelerate's prepare() saves and loads at once.
+        self._loaded = () if log.rows == self.log.rows else log.final
+        self.log = dataclasses.replace(log, rows=[*log.rows], final=())
+        self._evaluated = False
 
     def _log_with_sums(self) -> MezoLog:
-        if not self.log.rows:
-            return self.log
-        return dataclasses.replace(self.log, final=self._sums())
+        return dataclasses.replace(self.log, final=self._sums()) if self.log.rows else self.log
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OffloadError(

@@ -12,7 +12,6 @@ Note: whose bits
 """
 
 import dataclasses
-import functools
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,25 +26,18 @@ from hf_offload.optimizers.mezo.directions import checksum
 from hf_offload.optimizers.mezo.log import Setup
 from hf_offload.ranks import Ranks
 
-_DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
-
 Losses = tuple[Tensor, Tensor]
 """Those of ``w + eps z`` and of ``w - eps z``, of each micro-batch ``[micro-batches]``."""
 
 
-class Together:
+class Processes:
     """The ranks that train one model with MeZO. Methods are called by all of them, in the same order."""
 
     def __init__(self) -> None:
         self._ranks: Ranks | None = None
         self._has_met = False  # and all have the same weights
 
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return 1 if self._ranks is None else self._ranks.count
-
-    def part(self) -> None:
+    def end(self) -> None:
         """The training is over: talk no more, until :meth:`begin`. Idempotent."""
         if self._ranks is not None:
             self._ranks.close()
@@ -60,103 +52,68 @@ class Together:
         Raises what ``check`` raises, :class:`~hf_offload.errors.OffloadError` where it raises in another rank, and
         :class:`~hf_offload.errors.OffloadConfigError` for ranks that train something else.
         """
-        if not _is_distributed():
+        distributed = torch.distributed
+        if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
             check()
             return
         if self._ranks is None:
             self._ranks = Ranks()
-        _compare(self._together(check, lambda: now() | ({} if self._has_met else _all_of(model, setup))))
+        self._together(check)
+        self.check_same(now() | ({} if self._has_met else dataclasses.asdict(setup) | _kinds_of(model)))
         if not self._has_met:
             self._take_first_weights(model)
             self._has_met = True
 
-    def agree(self, what: str, value: Any) -> None:
-        """Raise :class:`~hf_offload.errors.OffloadError` in all ranks where ``value`` is not the same in all of them."""
-        if self._ranks is not None and self._ranks.connected:
-            _compare(self._ranks.gather({what: value}))
+    def check_same(self, mine: dict[str, Any]) -> None:
+        """Raise :class:`~hf_offload.errors.OffloadConfigError` in all ranks where not all have the same."""
+        everyone = [mine] if self._ranks is None else self._ranks.gather(mine)
+        for rank, other in enumerate(everyone):
+            for key in everyone[0] | other:
+                found, expected = other.get(key), everyone[0].get(key)
+                if found != expected:
+                    raise OffloadConfigError(
+                        f"MeZO makes the same update in all processes, and rank {rank} has another {key} than rank 0 "
+                        f"({_excerpt(found)} and {_excerpt(expected)}): give all ranks the same model, settings and "
+                        "schedule, on the same kind of device, and let all of them make each step."
+                    )
 
     def losses(self, compute: Callable[[], Losses], sums: bool) -> Losses:
         """The losses ``[]`` of the whole batch, of what ``compute`` returns in each rank: the mean of all micro-batches, or
         over ranks of their sums. Raises what it raises, and :class:`~hf_offload.errors.OffloadError` where it raises in
         another rank.
         """
-        if self.count == 1:
-            plus, minus = compute()
-            return _total([plus], sums), _total([minus], sums)
-        mine: Losses | None = None
+        found = [compute()] if self._ranks is None else self._together(lambda: tuple(one.cpu() for one in compute()))
+        return _total([plus for plus, _ in found], sums), _total([minus for _, minus in found], sums)
 
-        def own() -> None:
-            nonlocal mine
-            mine = compute()
-
-        def sent() -> Any:
-            assert mine is not None
-            return [(str(one.dtype), one.tolist()) for one in mine]
-
-        found = self._together(own, sent)
-        first, second = (
-            [torch.tensor(rank[which][1], dtype=_DTYPES[rank[which][0]], device="cpu") for rank in found]
-            for which in (0, 1)
-        )
-        return _total(first, sums), _total(second, sums)
-
-    def _together(self, call: Callable[[], None], sent: Callable[[], Any] = lambda: None) -> list[Any]:
-        """Let all ranks ``call``. An error in one is an error in all. Returns what they have ``sent``, by rank."""
+    def _together(self, call: Callable[[], Any]) -> list[Any]:
+        """What ``call`` returns in each rank. An error in one is an error in all."""
         assert self._ranks is not None
         try:
-            call()
-            error, value = None, sent()
+            value = call()
         except BaseException as own:
-            self._ranks.gather((_short(own), None))
+            self._ranks.gather((f"{type(own).__name__}: {_excerpt(own)}", None))
             raise
-        found = self._ranks.gather((error, value))
-        errors = {rank: other for rank, (other, _) in enumerate(found) if other is not None}
-        if errors:
-            rank, text = next(iter(errors.items()))
-            raise OffloadError(
-                f"Rank {rank} has raised an error in a step of MeZO, which no rank makes then: {text}. Weights "
-                "have gone back."
-            )
+        found = self._ranks.gather((None, value))
+        for rank, (error, _) in enumerate(found):
+            if error is not None:
+                raise OffloadError(
+                    f"Rank {rank} has raised an error in a step of MeZO, which no rank makes then: {error}. Weights "
+                    "have gone back."
+                )
         return [value for _, value in found]
 
+    @torch.no_grad()
     def _take_first_weights(self, model: nn.Module) -> None:
-        """Parameters and buffers that differ become those of rank 0. An error while one is read or written is one in all."""
+        """Parameters and buffers that differ become those of rank 0."""
         assert self._ranks is not None
         named = dict(_tensors_of(model))
-        sums: dict[str, int] = {}
-        everyone = self._together(
-            lambda: sums.update((name, checksum(one)) for name, one in named.items()), lambda: sums
-        )
+        everyone = self._together(lambda: {name: checksum(one) for name, one in named.items()})
         for name, one in named.items():
             if any(other[name] != everyone[0][name] for other in everyone):
-                values: list[Tensor] = []
-                self._together(functools.partial(_copy, one, values))
-                self._ranks.copy_first(values[0].view(-1).view(torch.uint8))
-                self._together(functools.partial(self._take, one, values))
-
-    @torch.no_grad()
-    def _take(self, tensor: Tensor, values: list[Tensor]) -> None:
-        assert self._ranks is not None
-        if not self._ranks.is_first:
-            tensor.copy_(values[0])
-
-
-def _compare(everyone: Sequence[dict[str, Any]]) -> None:
-    first = everyone[0]
-    for rank, mine in enumerate(everyone):
-        for key in first | mine:
-            found, expected = mine.get(key), first.get(key)
-            if found != expected:
-                raise OffloadConfigError(
-                    f"MeZO makes the same update in all processes, and rank {rank} has another {key} than rank 0 "
-                    f"({_excerpt(found)} and {_excerpt(expected)}): give all ranks the same model, settings and schedule, on "
-                    "the same kind of device, and let all of them make each step."
-                )
-
-
-def _is_distributed() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+                value = one.detach().clone(memory_format=torch.contiguous_format).cpu()
+                self._ranks.copy_first(value.view(-1).view(torch.uint8))
+                if not self._ranks.is_first:
+                    one.copy_(value)
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -167,22 +124,13 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, one
 
 
-def _all_of(model: nn.Module, setup: Setup) -> dict[str, Any]:
-    """What has to be the same before the first step."""
-    shapes = {name: (tuple(one.shape), str(one.dtype)) for name, one in _tensors_of(model)}
-    return dataclasses.asdict(setup) | {"device": _numbers_of(model), "model": shapes}
-
-
-def _copy(tensor: Tensor, values: list[Tensor]) -> None:
-    values.append(tensor.detach().clone(memory_format=torch.contiguous_format).cpu())
-
-
-def _numbers_of(model: nn.Module) -> str:
-    """What random numbers depend on."""
+def _kinds_of(model: nn.Module) -> dict[str, Any]:
+    """What has to be the same before the first step: shapes, and what random numbers depend on."""
     device = next(one for one in model.parameters() if one.requires_grad).device
     name = getattr(torch.get_device_module(device.type), "get_device_name", None)
     kind = name(device) if name else f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
-    return f"{device.type}, {kind}, torch {torch.__version__}"
+    shapes = {name: (tuple(one.shape), str(one.dtype)) for name, one in _tensors_of(model)}
+    return {"device": f"{device.type}, {kind}, torch {torch.__version__}", "model": shapes}
 
 
 def _total(by_rank: Sequence[Tensor], sums: bool) -> Tensor:
@@ -195,10 +143,6 @@ def _total(by_rank: Sequence[Tensor], sums: bool) -> Tensor:
                 total = part if total is None else total + part
     assert total is not None
     return total
-
-
-def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_excerpt(error)}"
 
 
 def _excerpt(value: Any) -> str:
