@@ -53,10 +53,10 @@ class ParkedWeight(Parked):
 
     # -- what leaves --------------------------------------------------------------------------------------------------------
 
-    def leave(self, writes: bool = False, must: bool = False) -> bool:
+    def leave(self, writes: bool = False) -> bool:
         """See :meth:`Parked.leave`. A value of which the slot's is needed again is dropped, unless others hold it."""
         if self.derivation is None or not self.derivation.needs_slot or self.slot is None:
-            return super().leave(writes, must)
+            return super().leave(writes)
         if self.where is not Where.HERE or self.stays or self.is_held:
             return False
         self.wait_until_written()
@@ -80,8 +80,8 @@ class ParkedWeight(Parked):
     def _expected_digest(self) -> bytes:
         return self._digest if self._derived_digest is None else self._derived_digest
 
-    def _note_written(self, digest: bytes, slab: Slab) -> None:
-        super()._note_written(digest, slab)
+    def _note_written(self, digest: bytes) -> None:
+        super()._note_written(digest)
         self._derived_digest = None
         if self.derivation is not None and self._copy is None:
             self.derivation.kept()
@@ -104,12 +104,12 @@ class ParkedWeight(Parked):
         if copy is not None:
             self.store.recycle(copy)
 
-    def be_away(self, must: bool = False) -> bool:
+    def be_away(self) -> bool:
         """See :meth:`Parked.be_away`."""
         if self.derivation is not None:
             self.wait_until_written()
             guard.settle(self.tensors)
-        return super().be_away(must)
+        return super().be_away()
 
     def done(self) -> None:
         """See :class:`~hf_offload.state.guard.Debt`. Its unit lets it leave."""
@@ -134,7 +134,7 @@ class ParkedWeight(Parked):
             assert self.slot is not None
             self._copy = self.store.new_slab(self.nbytes)
             self._copy.content[: self.nbytes].copy_(bytes_of(storage))
-            self._note_written(digest_of(storage), self._copy)
+            self._note_written(digest_of(storage))
             self._write = self.store.write(self.slot.slot, self._copy, 0, self._written)
         self.store.throttle()
         return True
