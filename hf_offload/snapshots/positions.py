@@ -88,13 +88,20 @@ def _order_of(loader: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _set_order(loader: Any, states: list[dict[str, Any]]) -> None:
+def _set_order(loader: Any, states: list[dict[str, Any]], is_within: bool) -> None:
+    """Find the order again, of the epoch that the loop ``is_within``, or of the next one: a loop that calls ``set_epoch`` has
+    done so already.
+    """
     for part, state in zip(_parts(loader), states, strict=True):
+        counts_itself = type(part).__qualname__ == "SeedableRandomSampler"
         for name, value in state.items():
-            if name != "generator":
+            if name == "generator":
+                if isinstance(
+                    vars(part).get(name), torch.Generator
+                ):  # else it is made and seeded when the epoch begins
+                    vars(part)[name].set_state(value)
+            elif name != "epoch" or is_within or counts_itself:
                 setattr(part, name, value)
-            elif isinstance(vars(part).get(name), torch.Generator):  # else it is made and seeded when the epoch begins
-                vars(part)[name].set_state(value)
 
 
 class Position:
@@ -167,7 +174,7 @@ class Position:
                 torch.empty((), dtype=torch.int64).random_()  # the seed of workers, which a new epoch draws
             self._batches = state["batches"]
             return iterator
-        _set_order(loader, begin["order"])
+        _set_order(loader, begin["order"], state["is_within"])
         if not state["is_within"]:
             return self._begun(loader)
         if begin["length"] != len(loader):

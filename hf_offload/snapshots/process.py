@@ -104,7 +104,7 @@ class Keeper:
         self._writer_ends, self._writer_has_ended = os.pipe()
 
     def run(self) -> None:
-        """Until nothing is needed, or nobody has come back for too long."""
+        """Until nothing is needed, or no training has come back for too long."""
         while not self._done:
             left = None if self._ends_at is None else self._ends_at - time.monotonic()
             if left is not None and left <= 0:

@@ -175,9 +175,10 @@ def _newest_whole(
     here = {each["sequence"]: each for each in status["snapshots"] if each["run"] == run}
     on_disk: dict[int, tuple[_Record, Path]] = ranks.first(lambda: _listed_on_disk(directory, run))
     in_memory = {sequence: (step, count) for _, of_run, sequence, step, count in everyone if of_run == run}
+    ends = [last for last in ranks.gather(status["last"]) if last is not None]
     places = [(sequence, True) for sequence in in_memory] + [(sequence, False) for sequence in on_disk]
     for sequence, is_in_memory in sorted(places, reverse=True):
-        if status["last"] is not None and sequence > status["last"]:  # a loop would go on behind its end
+        if ends and sequence > min(ends):  # on disk: a loop would go on after its last step
             continue
         record = None if is_in_memory else on_disk[sequence][0]
         step, count = in_memory[sequence] if record is None else (record["step"], record["ranks"])

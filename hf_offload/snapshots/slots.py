@@ -59,8 +59,8 @@ class Slots:
         """
         self._run = run
         if found is not None and found.numbers:
-            self.newest = found.record["sequence"]
-            self._whole[self.newest] = found.record, [os.dup(number) for number in found.numbers]
+            sequence = self.newest = int(found.record["sequence"])
+            self._whole[sequence] = found.record, [os.dup(number) for number in found.numbers]
         error = self.again(lambda: self._connected.ask("start", **run))["error"]
         if error is not None:
             raise SnapshotError(
@@ -70,14 +70,15 @@ class Slots:
             self.again(lambda: self.commit(*self._whole[found.record["sequence"]]))
 
     def write(self, sequence: int, files: Mapping[str, Write], nbytes: int, more_bytes: int) -> list[MemoryFile]:
-        """Write a snapshot of about ``nbytes``, to which ``more_bytes`` will be added."""
+        """Write a snapshot of about ``nbytes``, to which a file of ``more_bytes`` will be added."""
         answer = self._connected.ask("begin", keep=self.newest)
         self.disk_error = answer["error"]
         self._drop_all_but(answer["held"])
         present = self._files[sequence] = self._free.pop() if self._free else []
         self._make_room(nbytes + more_bytes + _SPARE_BYTES, sum(file.nbytes for file in present))
         try:
-            present += [MemoryFile(nbytes) for _ in range(len(files) - len(present))]
+            count = len(files) + (more_bytes > 0)
+            present += [MemoryFile(nbytes) for _ in range(count - len(present))]
             for file, write in zip(present, files.values(), strict=False):
                 file.begin()
                 write(file)
@@ -89,13 +90,11 @@ class Slots:
             raise self.no_room(nbytes, error) from error
         return present[: len(files)]
 
-    def another_file(self, sequence: int, number: int) -> MemoryFile:
-        """One that comes after the ``number`` files of a snapshot."""
-        present = self._files[sequence]
-        if len(present) == number:
-            present.append(MemoryFile())
-        present[number].begin()
-        return present[number]
+    def parity_file(self, sequence: int, number: int) -> MemoryFile:
+        """The one that comes after the ``number`` files of a snapshot."""
+        file = self._files[sequence][number]
+        file.begin()
+        return file
 
     def commit(self, record: dict[str, Any], numbers: list[int]) -> None:
         """The snapshot is whole: have the process keep it."""

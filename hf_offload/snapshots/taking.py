@@ -216,7 +216,7 @@ class Snapshots:
         if self._is_dropped(step, torn(), failure):
             return
         if with_parity:
-            stream, row = parity.Stream(record, numbers), slots.another_file(sequence, len(numbers))
+            stream, row = parity.Stream(record, numbers), slots.parity_file(sequence, len(numbers))
             sizes = self._tell(stream.nbytes)
             described, failure = _tried(lambda: parity.take(self._ranks, stream, sizes, row))
             if isinstance(failure, OSError):
@@ -256,7 +256,7 @@ class Snapshots:
 
 
 def _tried(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What ``work`` returns, or its error: the other ranks have to be told."""
+    """What ``work`` returns, or its error: the other ranks have to know."""
     try:
         return work(), None
     except Exception as error:

@@ -387,7 +387,9 @@ def test_the_last_snapshot_is_written_to_disk_though_the_one_before_still_is_whe
     run = {"format": on_disk.FORMAT, "run": "run", "training": "number", "output": "run"}
     client.ask("start", **run, directory=str(tmp_path / "disk"), wait_s=1.0)
     for step in (4, 8):
-        assert client.ask("begin", keep=None)["held"] == ([] if step == 4 else [4])  # its files are not to be written to
+        assert client.ask("begin", keep=None)["held"] == (
+            [] if step == 4 else [4]
+        )  # its files are not to be written to
         client.ask("commit", record={**run, "sequence": step, "step": step, "files": []})
         assert writes.wait(30)
     client.ask("done")

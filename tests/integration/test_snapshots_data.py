@@ -124,6 +124,21 @@ def test_a_snapshot_between_two_epochs_goes_on_with_the_next(make):
     assert [order(resumed, loader) for _ in range(2)] == expected
 
 
+def test_a_loop_that_calls_set_epoch_goes_on_with_the_next_epoch():
+    def order(position, loader):
+        loader.sampler.set_epoch(position.epoch)
+        return [batch.sum().item() for batch in position.of(loader)]
+
+    make, position = LOADERS["distributed"], Position()
+    loader = make()
+    first, state = order(position, loader), position.state()
+    expected = [order(position, loader) for _ in range(2)]
+    assert first not in expected
+    resumed, loader = Position(), make()
+    resumed.restore(state)
+    assert [order(resumed, loader) for _ in range(2)] == expected
+
+
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
 def test_the_order_of_a_training_with_snapshots_is_that_of_one_without(make):
     def order(of, state):
