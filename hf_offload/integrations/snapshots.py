@@ -34,7 +34,6 @@ from hf_offload.snapshots.restoring import LINKS, Found, Opened, named_snapshot,
 from hf_offload.snapshots.taking import Snapshots, directory_of
 from hf_offload.snapshots.weights import ModelWeights
 from hf_offload.storage.service import storage_of
-from hf_offload.surgery import InertInCopies
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,6 @@ class TrainerSnapshots:
         self._opened: Opened | None = None
         self._of_model: ModelWeights | None = None
         self._first_step, self._last_step, self._postponed = 0, -1, -1
-        self._settling: Any = None
         self._unchanging: dict[str, Write] | None = None
 
     # -- before training ----------------------------------------------------------------------------------------------------
@@ -150,7 +148,7 @@ class TrainerSnapshots:
                 step,
                 trainer.state.max_steps,
             )
-        self._settle_before_steps_of(optimizer)
+        self.taking.settle_before_steps_of(optimizer)
 
     @property
     def mean_loss(self) -> float:
@@ -175,17 +173,6 @@ class TrainerSnapshots:
         trainer._total_loss_scalar, self._first_step = kept["total_loss"], kept["first_step"]
         trainer._globalstep_last_logged = kept["last_logged_step"]
         trainer.state.total_flos, trainer.current_flos = kept["total_flos"], kept["current_flos"]
-
-    def _settle_before_steps_of(self, optimizer: Any) -> None:
-        while hasattr(optimizer, "optimizer"):  # in accelerate's wrapper
-            optimizer = optimizer.optimizer
-        if self._settling is not None:
-            self._settling.remove()
-        register, taking = getattr(optimizer, "register_step_pre_hook", None), self.taking
-        if register is None or taking is None:
-            self._at_once = True
-            return
-        self._settling = register(InertInCopies(lambda *_: taking.settle()))
 
     def after_step(self) -> None:
         """A step has ended, with what is logged, evaluated and saved after it; or an epoch."""
@@ -279,9 +266,6 @@ class TrainerSnapshots:
         """Training has ended, ``well`` or not. Idempotent."""
         opened, self._opened = self._opened, None
         taking, self.taking = self.taking, None
-        if self._settling is not None:
-            self._settling.remove()
-            self._settling = None
         if opened is not None:
             opened.forget_found()
             if taking is None:

@@ -99,7 +99,6 @@ class LoopSnapshots:
         self._resume = is_on(RESUME_VARIABLE) if resume is None else resume
         self._position = Position()
         self._traits = traits_of((weights.model for weights in source.models.values()), source.optimizers)
-        self._hooks: list[Any] = []
 
     @property
     def epoch(self) -> int:
@@ -144,16 +143,12 @@ class LoopSnapshots:
             opened.forget_found()
         self.taking, self._is_entered = taking, True
         for optimizer in self._source.optimizers:
-            while hasattr(optimizer, "optimizer"):  # in accelerate's wrapper
-                optimizer = optimizer.optimizer
-            self._hooks.append(optimizer.register_step_pre_hook(InertInCopies(lambda *_: taking.settle())))
+            taking.settle_before_steps_of(optimizer)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
         taking, self.taking = self.taking, None
         if taking is None:
             return

@@ -31,6 +31,7 @@ from hf_offload.snapshots.memory import Write
 from hf_offload.snapshots.restoring import Opened
 from hf_offload.snapshots.slots import Slots
 from hf_offload.storage.service import HeldRam, RunStorage
+from hf_offload.surgery import InertInCopies
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Snapshots:
         self._failure: BaseException | None = None
         self._torn: str | None = None
         self._at_once = False
+        self._hooks: list[Any] = []
         storage.settle_copies = self.settle
 
     def start(self) -> None:
@@ -86,6 +88,16 @@ class Snapshots:
         }
         goes_on = found is not None and found.record["run"] == run
         self._ranks.each(lambda: self._slots.begin_run(settings, found if goes_on else None))
+
+    def settle_before_steps_of(self, optimizer: Any) -> None:
+        """Have every step of ``optimizer`` wait for the copy. For one without such hooks, snapshots are copied at once."""
+        while hasattr(optimizer, "optimizer"):  # in accelerate's wrapper
+            optimizer = optimizer.optimizer
+        register = getattr(optimizer, "register_step_pre_hook", None)
+        if register is None:
+            self._at_once = True
+        else:
+            self._hooks.append(register(InertInCopies(lambda *_: self.settle())))
 
     def take(
         self,
@@ -174,7 +186,7 @@ class Snapshots:
         if self._thread is not None:
             self._thread.join()
             self._thread = self._failure = None
-        self._storage.settle_copies = None
+        self._detach()
         self._slots.leave()
 
     def over(self, before: int | None = None) -> None:
@@ -187,8 +199,13 @@ class Snapshots:
             logger.info("%d snapshots were taken, for which training waited %.2f s in all.", self.taken, self.stalled_s)
             retained.note_end(self._opened.training.number)
         finally:
-            self._storage.settle_copies = None
+            self._detach()
             self._slots.over(before)
+
+    def _detach(self) -> None:
+        self._storage.settle_copies = None
+        while self._hooks:
+            self._hooks.pop().remove()
 
     # -- in the thread that copies ------------------------------------------------------------------------------------------
 

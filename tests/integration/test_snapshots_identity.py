@@ -73,7 +73,7 @@ def test_a_snapshot_dir_of_another_training_that_has_not_ended_is_refused(whole,
     until(lambda: (tmp_path / "disk" / "checkpoint-6").exists())
     forget_memory(tmp_path / "run")
     with pytest.raises(
-        SnapshotError, match=rf"{tmp_path}/disk holds snapshots of another training, .*{tmp_path}/run and"
+        SnapshotError, match=rf"{tmp_path}/disk holds snapshots of another training, .*{tmp_path}/run: name"
     ):
         trained(tmp_path / "other", resume=resume, **settings)
     begun, found = trained(tmp_path / "run", resume=True, **settings)
