@@ -75,8 +75,7 @@ class LoopSnapshots:
                     snapshots.end_step()
 
     On entering the block, everything is as it was at the newest whole snapshot, if there is one. Leaving it by an error keeps
-    the snapshots for the next start. At its end, the newest one before its last step stays until the process has ended well:
-    a loop that goes on from there ends at the same step.
+    the snapshots for the next start. At its end, the newest one stays until the process has ended well.
 
     Attributes:
         taking: What takes them, inside of the block.
@@ -154,7 +153,8 @@ class LoopSnapshots:
             return
         try:
             if kind is None:
-                taking.over(before=self.step)  # it would go on after its last step
+                # One that has left its data in the middle would go on after its last step.
+                taking.over(before=self.step if self._position.is_cut else None)
             else:
                 taking.leave()
         finally:
@@ -242,9 +242,12 @@ class Objects:
         """Optimizers in files of their own, to be written later, and the others in one."""
         states = {name: each.state_dict() for name, each in self._optimizers.items()}
         others = {name: each.state_dict() for name, each in self._others.items()}
-        ranks.each(
-            lambda: [contents.check_loadable(f"{name}.state_dict()", one) for name, one in (states | others).items()]
-        )
+
+        def check() -> None:
+            for name, state in (states | others).items():
+                contents.check_loadable(f"{name}.state_dict()", state)
+
+        ranks.each(check)
         files = {f"{name}.pt": contents.archive(state) for name, state in states.items()}
         own = {contents.of_rank(_OBJECTS_FILE, ranks): contents.archived(others)}
         return files | contents.of_all_ranks(own, ranks), list(contents.tensors_in(list(states.values())))

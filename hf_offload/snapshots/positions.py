@@ -109,10 +109,12 @@ class Position:
 
     Attributes:
         epoch: How many epochs are over.
+        is_cut: Whether the loop has left its last epoch before the end.
     """
 
     def __init__(self) -> None:
         self.epoch = 0
+        self.is_cut = False
         self._batches = 0  # of the present epoch that the loop has had
         self._is_within = False
         self._loader: Any = None  # of the present epoch, or the last one
@@ -147,11 +149,12 @@ class Position:
         problem = order_problem(loader)
         if problem is not None:
             raise OffloadError(f"A resume could not find its place in the data: {problem}. {_INSTEAD}.")
-        self._loader, self._is_within = loader, True
+        self._loader, self._is_within, self.is_cut = loader, True, True
         try:
             for batch in self._resumed(loader) if self._restored is not None else self._begun(loader):
                 self._batches += 1
                 yield batch
+            self.is_cut = False
         finally:
             self.epoch, self._batches, self._is_within = self.epoch + 1, 0, False
 

@@ -82,7 +82,7 @@ class ModelWeights:
 
         model: Any = self.model
 
-        def found(saves_embeddings: bool | str) -> dict[str, Tensor]:
+        def found(saves_embeddings: Any) -> dict[str, Tensor]:
             state = model.state_dict(keep_vars=True)
             return dict(get_peft_model_state_dict(model, state, _ADAPTER, save_embedding_layers=saves_embeddings))
 

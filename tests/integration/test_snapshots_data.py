@@ -25,6 +25,7 @@ from tests.helpers.snapshot_loops import Stops, batches, trained
 from tests.helpers.snapshot_processes import no_process_is_left  # noqa: F401  a fixture
 
 ROWS = 12
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # which torchdata calls
 
 
 class Stream(IterableDataset):

@@ -14,7 +14,7 @@ from hf_offload.snapshots import identity, retained
 from hf_offload.snapshots.memory import MemoryFile
 from hf_offload.snapshots.restoring import damage_on_disk
 from tests.faults.killed_snapshots import held_by, same
-from tests.helpers.snapshot_loops import EVERY, STEPS, Stops, trained
+from tests.helpers.snapshot_loops import STEPS, Stops, trained
 from tests.helpers.snapshot_processes import no_process_is_left, until  # noqa: F401  a fixture for all tests
 
 
@@ -87,8 +87,8 @@ def test_a_snapshot_dir_of_a_training_that_has_ended_is_its_own(tmp_path):
     retained.release()
     with pytest.raises(SnapshotError, match=r"another training, .*first: name another snapshot_dir, or remove them"):
         trained(tmp_path / "second", resume=True, snapshot_dir=str(disk))
-    shutil.rmtree(disk / f"checkpoint-{STEPS}")
-    shutil.rmtree(disk / f"checkpoint-{STEPS - EVERY}", ignore_errors=True)  # a slow drive leaves some out
+    for path in disk.glob("checkpoint-*"):
+        shutil.rmtree(path)
     assert trained(tmp_path / "second", resume=True, snapshot_dir=str(disk))[0] == 0
 
 
@@ -111,7 +111,7 @@ def test_a_second_training_of_a_process_in_one_directory_is_refused(tmp_path, st
         trained(folder, resume=resume)
     trained(tmp_path / "other", resume=resume)
     assert trained(folder, resume=True)[0] == 0  # the other one has let its snapshot go
-    assert trained(folder, resume=True)[0] == STEPS - EVERY
+    assert trained(folder, resume=True)[0] == STEPS
 
 
 def test_one_that_died_goes_on_and_is_tried_again_in_the_same_process(tmp_path, start_again):
