@@ -113,6 +113,10 @@ class SnapshotClient:
             with contextlib.suppress(OSError):
                 self._connection.recv(1)  # it closes its end, once what it writes to disk is complete
         self.close()
+        for started in _started:
+            if started.pid == self.pid:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    started.wait(1.0)
 
     def _exchange(self, what: str, files: Sequence[int], values: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         with self._lock:

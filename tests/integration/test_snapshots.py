@@ -85,6 +85,7 @@ def resumed(folder, callbacks=(), **others):
     trainer.add_callback(Begins())
     trainer.train(resume_from_checkpoint=True)
     retained.release()
+    retained._here().ended.clear()  # the next training is one of another process
     return begun[0], result_of(trainer)
 
 
