@@ -136,9 +136,10 @@ def check_loadable(what: str, content: Any) -> None:
         except Exception as error:  # pickle calls methods of what it is given, which may raise anything
             if isinstance(error.__context__, OSError):  # the size of files is limited: writing the snapshot says so
                 return
+            reason = " ".join(str(error).rpartition("WeightsUnpickler error:")[2].split()).partition(". ")[0]
             raise SnapshotError(
-                f"{what} holds what torch.load(weights_only=True) does not load, so a resume could not: let it have tensors, "
-                f"or numbers, texts, lists and dicts of Python. ({' '.join(str(error).split())[:500]})"
+                f"{what} holds what torch.load(weights_only=True) does not load, so a resume could not ({reason}): let it have "
+                "tensors, or numbers, texts, lists and dicts of Python."
             ) from error
 
 

@@ -39,6 +39,8 @@ def order_problem(loader: Any, *, by_epoch_alone: bool = False) -> str | None:
     """
     if getattr(loader, "use_stateful_dataloader", False):
         return "use_stateful_dataloader=True of accelerate begins an epoch too early: set use_seedable_sampler=True instead"
+    if _has_state(loader) and getattr(loader, "generator", None) is not None:
+        return "a StatefulDataLoader does not find its place in a generator of its own: leave generator out"
     if isinstance(loader, (list, tuple)) or (_has_state(loader) and not by_epoch_alone):
         return None
     if not isinstance(loader, DataLoader):
@@ -173,7 +175,7 @@ class Position:
             loader.load_state_dict(begin["loader"])
             iterator = iter(loader)
             set_process_states(now)
-            if not state["is_within"] and isinstance(loader, DataLoader) and loader.generator is None:
+            if not state["is_within"] and isinstance(loader, DataLoader):
                 torch.empty((), dtype=torch.int64).random_()  # the seed of workers, which a new epoch draws
             self._batches = state["batches"]
             return iterator

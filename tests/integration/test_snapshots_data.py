@@ -83,9 +83,6 @@ LOADERS = {
     "seedable": seeded_by_accelerate,
     "stateful": lambda: StatefulDataLoader(batches(), batch_size=None, shuffle=True),
     "stateful, in batches": lambda: StatefulDataLoader(torch.cat(batches()), batch_size=2, shuffle=True),
-    "stateful, by a generator": lambda: StatefulDataLoader(
-        batches(), batch_size=None, shuffle=True, generator=generator()
-    ),
     "stateful, a stream": lambda: StatefulDataLoader(Stream(), batch_size=None),
     "stateful, augmented": lambda: StatefulDataLoader(Augmented(), batch_size=None, shuffle=True),
 }
@@ -174,6 +171,10 @@ class Plain(IterableDataset):
 
 
 REFUSED = {
+    "stateful, by a generator": (
+        lambda: StatefulDataLoader(batches(), batch_size=None, shuffle=True, generator=generator()),
+        "a StatefulDataLoader does not find its place in a generator of its own",
+    ),
     "own": (lambda: DataLoader(batches(), sampler=Own()), "the sampler Own does not say what decides its order"),
     "iterator": (lambda: DataLoader(batches(), sampler=iter(range(ROWS))), "the sampler range_iterator does not say"),
     "subclass": (
