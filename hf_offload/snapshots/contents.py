@@ -138,8 +138,8 @@ def check_loadable(what: str, content: Any) -> None:
                 return
             reason = " ".join(str(error).rpartition("WeightsUnpickler error:")[2].split()).partition(". ")[0]
             raise SnapshotError(
-                f"{what} holds what torch.load(weights_only=True) does not load, so a resume could not ({reason}): let it have "
-                "tensors, or numbers, texts, lists and dicts of Python."
+                f"{what} holds what torch.load(weights_only=True) does not load, so a resume could not ({reason}): let it "
+                "have tensors, or numbers, texts, lists and dicts of Python."
             ) from error
 
 
