@@ -218,7 +218,8 @@ class TrainerSnapshots:
             self._unchanging = unchanging_files(trainer, self._model, scratch)
         optimizer, schedule = trainer.optimizer.state_dict(), trainer.lr_scheduler.state_dict()
         try:
-            self._ranks.each(lambda: contents.check_loadable("optimizer.state_dict()", optimizer))
+            checked = optimizer.get("param_groups") if taking.taken else optimizer  # the state is of one kind
+            self._ranks.each(lambda: contents.check_loadable("optimizer.state_dict()", checked))
             self._ranks.each(lambda: contents.check_loadable("lr_scheduler.state_dict()", schedule))
         except SnapshotError as error:
             taking.refuse(error)

@@ -237,6 +237,7 @@ class Objects:
         self._optimizers = {name: each for name, each in objects.items() if isinstance(each, Optimizer)}
         self._others = {name: each for name, each in objects.items() if name not in self._optimizers}
         self.optimizers = list(self._optimizers.values())
+        self._are_checked = False
 
     def files(self, ranks: Ranks) -> tuple[dict[str, Write], list[Tensor]]:
         """Optimizers in files of their own, to be written later, and the others in one."""
@@ -245,9 +246,11 @@ class Objects:
 
         def check() -> None:
             for name, state in (states | others).items():
-                contents.check_loadable(f"{name}.state_dict()", state)
+                is_known = self._are_checked and name in states  # its tensors are of one kind
+                contents.check_loadable(f"{name}.state_dict()", state.get("param_groups") if is_known else state)
 
         ranks.each(check)
+        self._are_checked = True
         files = {f"{name}.pt": contents.archive(state) for name, state in states.items()}
         own = {contents.of_rank(_OBJECTS_FILE, ranks): contents.archived(others)}
         return files | contents.of_all_ranks(own, ranks), list(contents.tensors_in(list(states.values())))
