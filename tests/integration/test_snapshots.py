@@ -855,6 +855,32 @@ def test_a_launched_script_is_started_again_and_goes_on(whole, tmp_path):
     assert held_by(tmp_path / "run") is None
 
 
+EXITS = """
+import sys
+from pathlib import Path
+from transformers import TrainerCallback
+from tests.faults.killed_snapshots import trainer_in
+
+class Notes(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        with open("steps", "a") as file:
+            file.write(f"{state.global_step} ")
+
+with open("starts", "a") as file:
+    file.write("x")
+trainer_in(Path("run"), True, [Notes()], max_steps=6).train()
+sys.exit(3 if Path("starts").read_text() == "x" else 0)
+"""
+
+
+def test_a_launched_script_that_fails_after_its_training_trains_nothing_again(tmp_path):
+    done = launched(tmp_path, EXITS, ["--restart-on-failure", "1"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "starts").read_text() == "xx"
+    assert (tmp_path / "steps").read_text().split() == [*map(str, range(1, 7))]
+    assert held_by(tmp_path / "run") is None
+
+
 def test_a_launched_script_is_not_started_again_once_too_often(tmp_path):
     script = 'import os\nopen("starts", "a").write("x")\nos.kill(os.getpid(), 9)\n'
     done = launched(tmp_path, script, ["--restart-on-failure", "1"])
