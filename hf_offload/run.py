@@ -99,9 +99,9 @@ def _run_file(program: str) -> None:
 
 def _note_exit(code: object) -> None:
     """A script that fails leaves its snapshot."""
-    ended = sys.modules.get("hf_offload.snapshots.ended")
-    if ended is not None:
-        ended.note_exit(code)
+    retained = sys.modules.get("hf_offload.snapshots.retained")
+    if retained is not None:
+        retained.note_exit(code)
 
 
 class switch_on:

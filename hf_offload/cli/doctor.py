@@ -63,11 +63,6 @@ EFFECTS = (
         {"auto": ("torch.optim.optimizer._global_optimizer_post_hooks",)},
     ),
     Effect(
-        "snapshots, from the end of a training to that of its script",
-        "sys.exit notes its code: a script that fails leaves the snapshot",
-        {"snapshots": ("sys.exit",)},
-    ),
-    Effect(
         "hf_offload.run, command launch",
         "Accelerator.__init__ is wrapped, so that every one offloads, and the package's log is shown",
         {"hf_offload.run": ("accelerate.accelerator.Accelerator.__init__", "logging.hf_offload")},

@@ -70,7 +70,6 @@ class Forecast:
     counted: Footprint
     step_s: float
     snapshots_bytes: int = 0
-    kept_bytes: int = 0
 
     @property
     def kinds(self) -> list[Kind]:
@@ -96,10 +95,8 @@ class Forecast:
         if self.snapshots_bytes:
             found.append(
                 f"Snapshots take {format_bytes(self.snapshots_bytes)} of RAM: {self.workload.snapshots} of weights and "
-                f"optimizer state{' that is not on a drive' if self.kept_bytes else ''}."
+                "optimizer state."
             )
-        if self.kept_bytes:
-            found.append(f"What they keep on the drive takes {format_bytes(self.kept_bytes)} more of it.")
         if in_ram or on_drive:
             found.append(
                 f"The run needs {format_bytes(in_ram)} of RAM and {format_bytes(on_drive)} of drives for what it moves."
@@ -137,7 +134,6 @@ class Forecast:
             "gradient_bytes": footprint.gradient_bytes,
             "optimizer_state_bytes": footprint.state_bytes,
             "snapshots_bytes": self.snapshots_bytes,
-            "snapshots_kept_bytes": self.kept_bytes,
             "saved_bytes": sum(one.nbytes for one in footprint.saved),
             "source": footprint.source,
             "hardware": dataclasses.asdict(self.hardware),
@@ -187,12 +183,9 @@ def make_forecast(
 def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_recompute: bool) -> Forecast:
     limit = workload.longest
     here = count_choices(workload, hardware)
-    kept_bytes, snapshots_bytes = _bytes_of_snapshots(workload, here)
-    missing = {
-        "RAM": snapshots_bytes - _ram_bytes(hardware, budget_bytes),
-        "the drive": kept_bytes - hardware.room.get("ssd", kept_bytes),
-    }
-    hardware = hardware.without("ram", snapshots_bytes).without("ssd", kept_bytes)
+    snapshots_bytes = snapshot_bytes(here, Held(), workload.snapshots, workload.memory_mode in OF_ADAPTERS)
+    missing = snapshots_bytes - _ram_bytes(hardware, budget_bytes)
+    hardware = hardware.without("ram", snapshots_bytes)
     other = _of_another_length(workload, hardware, limit)
     family = Family(workload.batch, workload.sequence, here, () if other is None else (other,))
 
@@ -211,12 +204,10 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
         short_of = least.problem.over(least.solution)
     else:
         held, problem, solution = choice.held, choice.problem, choice.solution
-    short = next((place for place, nbytes in missing.items() if nbytes > 0), None)
-    if short is not None:
-        solution, short_of = None, {"ram" if short == "RAM" else "ssd": missing[short]}
-        needed = snapshots_bytes if short == "RAM" else kept_bytes
+    if missing > 0:
+        solution, short_of = None, {"ram": missing}
         refused = (
-            f"Snapshots need {format_bytes(needed)} of {short}, {format_bytes(missing[short])} more than there are. "
+            f"Snapshots need {format_bytes(snapshots_bytes)} of RAM, {format_bytes(missing)} more than there are. "
             f"Drop snapshot_steps{', or snapshot_dir: then two are held instead of three' if workload.snapshots > 2 else ''}."
         )
 
@@ -260,7 +251,6 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
         counted=here,
         step_s=here.step_s,
         snapshots_bytes=snapshots_bytes,
-        kept_bytes=kept_bytes,
     )
 
 
@@ -268,14 +258,6 @@ def _used_by_a_run(workload: Workload, hardware: Hardware) -> Hardware:
     """What ``auto`` uses of a machine: the drive of an accelerator only if it is named."""
     named = hardware.drive_is_named or workload.names_drive or "ssd" in (workload.state_place, workload.weights_place)
     return hardware if named else hardware.without_drive()
-
-
-def _bytes_of_snapshots(workload: Workload, counted: Footprint) -> tuple[int, int]:
-    """On the drive, and in RAM. Where a plan says what is where, nothing is on a drive for certain."""
-    state, weights = ("ssd" if place == "ssd" else None for place in (workload.state_place, workload.weights_place))
-    of_trained = workload.memory_mode in OF_ADAPTERS
-    found = snapshot_bytes(counted, Held(state, weights), Held(), workload.snapshots, of_trained)
-    return found["ssd"], found["ram"]
 
 
 def _ram_bytes(hardware: Hardware, budget_bytes: int) -> int:

@@ -60,11 +60,10 @@ class _Describing(Trainer):
     """In front of the trainer's class, whose ``create_model_card`` may be its own, as in TRL."""
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        was_stopped = self.control.should_training_stop
         result = super()._maybe_log_save_evaluate(*args, **kwargs)
         snapshots = snapshots_of_training(self)
         if snapshots is not None:
-            snapshots.after_step(is_stopped_by_result=self.control.should_training_stop and not was_stopped)
+            snapshots.after_step()
         return result
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +122,7 @@ class _Resuming(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         snapshots = snapshots_of_training(self)
         if snapshots is not None:
-            snapshots.check_optimizer()
+            snapshots.check_traits()
         config = getattr(self, _CALLBACK).config_for(self.args)
         if config is None or not self._may_stream(config, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)

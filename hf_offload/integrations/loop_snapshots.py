@@ -17,7 +17,6 @@ from hf_offload.snapshots import contents
 from hf_offload.snapshots.loops import refuse_loop
 from hf_offload.snapshots.memory import Write
 from hf_offload.snapshots.weights import ModelWeights
-from hf_offload.storage.kept import Kept
 
 _OPTIMIZER = "optimizer"
 _SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
@@ -50,14 +49,25 @@ class Prepared:
         """In accelerate's wrappers."""
         return list(self._accelerator._optimizers)
 
-    def files(self, ranks: Ranks, kept: Kept | None) -> tuple[dict[str, Write], list[Tensor]]:
+    @property
+    def names(self) -> list[str]:
+        """How many of each kind."""
+        accelerator = self._accelerator
+        kinds = {
+            "optimizers": accelerator._optimizers,
+            "schedulers": accelerator._schedulers,
+            "registered objects": accelerator._custom_objects,
+        }
+        return [f"{len(each)} {name}" for name, each in kinds.items()]
+
+    def files(self, ranks: Ranks) -> tuple[dict[str, Write], list[Tensor]]:
         """Optimizers, to be written later, and what is small, as accelerate writes it: much of it in the first rank alone."""
         accelerator = self._accelerator
         files: dict[str, Write] = {}
         later: list[Tensor] = []
         for number, optimizer in enumerate(accelerator._optimizers):
-            state = contents.optimizer_state(optimizer, kept)
-            files[_numbered(f"{_OPTIMIZER}.bin", number)] = contents.archive(state, kept)
+            state = optimizer.state_dict()
+            files[_numbered(f"{_OPTIMIZER}.bin", number)] = contents.archive(state)
             later += contents.tensors_in(state)
         with tempfile.TemporaryDirectory(prefix="hf_offload-snapshot-") as folder:
             save_accelerator_state(

@@ -189,30 +189,21 @@ def tier_bytes(footprint: Footprint, held: Held) -> dict[str, int]:
     return dict(found)
 
 
-def snapshot_bytes(footprint: Footprint, held: Held, now: Held, count: int, of_trained: bool) -> dict[str, int]:
-    """Bytes of each tier that ``count`` snapshots take of a run that has weights and state as in ``held``, and had them as in
-    ``now`` when the ``footprint`` was taken.
+def snapshot_bytes(footprint: Footprint, now: Held, count: int, of_trained: bool) -> int:
+    """Bytes of RAM that ``count`` snapshots take of a run that had weights and state as in ``now`` when the ``footprint`` was
+    taken.
 
-    They hold weights, buffers and optimizer state; ``of_trained``: of weights those that are trained, as large as their
-    gradients. All is in RAM but what is on a drive: that is kept there, and takes more room of it only if it changes.
+    They hold weights, buffers and optimizer state, wherever these are; ``of_trained``: of weights those that are trained, as
+    large as their gradients.
     """
     weights, trained = (
         sum(getattr(one, name) for one in footprint.weights.values()) for name in ("weight_bytes", "trained_bytes")
     )
-    moved_state, moves_state = (
-        sum(footprint.weights[unit].state_bytes for unit in _left(footprint, one)) for one in (now, held)
-    )
-    in_ram = footprint.base_bytes + moved_state + weights - _memory_of_weights(footprint, now, on_host=False)
+    moved_state = sum(footprint.weights[unit].state_bytes for unit in _left(footprint, now))
+    nbytes = footprint.base_bytes + moved_state + weights - _memory_of_weights(footprint, now, on_host=False)
     if of_trained:
-        in_ram = max(trained, footprint.gradient_bytes) + footprint.state_bytes + moved_state
-    on_drive = 0
-    if held.state == "ssd":
-        on_drive += moves_state
-        in_ram -= moves_state
-    if held.weights == "ssd":
-        on_drive += trained
-        in_ram -= trained if of_trained else weights
-    return {"ram": count * max(0, in_ram), "ssd": count * on_drive}
+        nbytes = max(trained, footprint.gradient_bytes) + footprint.state_bytes + moved_state
+    return count * nbytes
 
 
 def moved_bytes(footprint: Footprint) -> tuple[dict[str, int], dict[str, int]]:

@@ -175,12 +175,13 @@ def problem_of(footprint: Footprint, hardware: Hardware, budget_bytes: int, held
         found = dataclasses.replace(found, transfers=transfers)
     problem = make_problem(found, hardware, budget_bytes, may_recompute=allowed.may_recompute)
     taken = tier_bytes(footprint, held)
-    kept = snapshot_bytes(
-        footprint.plain, held, allowed.now or IN_MEMORY, allowed.snapshots, allowed.snapshots_of_trained
+    snapshots = snapshot_bytes(
+        footprint.plain, allowed.now or IN_MEMORY, allowed.snapshots, allowed.snapshots_of_trained
     )
     # Snapshots that find no room are refused by themselves.
     room = {
-        tier: max(0, nbytes - kept.get(tier, 0)) - taken.get(tier, 0) for tier, nbytes in problem.room_bytes.items()
+        tier: max(0, nbytes - (snapshots if tier == "ram" else 0)) - taken.get(tier, 0)
+        for tier, nbytes in problem.room_bytes.items()
     }
     if allowed.written_bytes is not None and "ssd" in room:
         # What activations take of a drive in a step is written in it.

@@ -234,7 +234,7 @@ class OffloadConfig:
         "Take a snapshot of the run every so many steps: a process of its own keeps it in memory, and the next start with "
         "resume_from_checkpoint=True (in loops, session.snapshots or accelerator.snapshots with resume=True) goes on from "
         "there. Takes twice the memory of weights and optimizer state (three times with {snapshot_dir}), of {ram_budget} if "
-        "there is one; what is on a drive is kept there, and takes as much of it.",
+        "there is one, wherever weights and state are.",
     )
     snapshot_dir: Directory | None = setting(
         None,

@@ -1,11 +1,10 @@
 """The training process's side of the snapshot process: how it is found, started, and spoken to."""
 
 import contextlib
-import fcntl
 import hashlib
 import os
-import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -18,16 +17,13 @@ from hf_offload.snapshots import process
 
 _ANSWER_S = 60.0
 """A process that has not answered by then, such as one that was stopped, counts as gone."""
-
-_PROGRAM = "import sys; sys.path.append(sys.argv[1]); from snapshots.process import main; main()"
-"""The folder of this package's parts is all that it is given: ``hf_offload`` itself would import torch."""
-
 _ENDING_S = 10.0
-"""How long a process may take to end that does not accept connections any more."""
+"""How long a process may take to end after it has stopped accepting connections."""
+_PROGRAM = "import sys; sys.path.append(sys.argv[1]); from snapshots.process import main; main()"
+"""It is given the folder of this package's parts alone: ``hf_offload`` itself would import torch."""
 
-
-_dismissed: list[int] = []
-"""Processes that were started by this one and are about to end: no zombie of theirs stays once another one is started."""
+_started: "list[subprocess.Popen[bytes]]" = []
+"""By this process: no zombie stays once one of them has ended and another one is started."""
 
 
 def address_of(training: str, rank: int = 0) -> bytes:
@@ -43,12 +39,10 @@ class SnapshotClient:
         pid: Its number.
     """
 
-    def __init__(self, connection: socket.socket, started: int | None):
+    def __init__(self, connection: socket.socket):
         self._connection = connection
-        self._started = started
-        self._owner = os.getpid()
         self._lock = threading.Lock()
-        self.pid: int = 0
+        self.pid = 0
 
     @classmethod
     def connect(cls, address: bytes, *, start: bool) -> "SnapshotClient | None":
@@ -57,25 +51,21 @@ class SnapshotClient:
         Raises :class:`~hf_offload.errors.SnapshotError` if it belongs to another user, or cannot be started.
         """
         until = time.monotonic() + _ENDING_S
-        while True:
+        while time.monotonic() < until:
             connection = _connected(address)
-            started = None
-            if connection is None and start:
-                started = _start(address)
-                connection = _connected(address)
-            if connection is not None:
-                client = cls._answered(connection, started)
-                if client is not None:
-                    return client
-            elif not start:
+            if connection is None and not start:
                 return None
-            if time.monotonic() >= until:
-                break
+            if connection is None:
+                _start(address)
+                connection = _connected(address)
+            client = None if connection is None else cls._answered(connection)
+            if client is not None:
+                return client
             time.sleep(0.01)  # one that is about to end has the address still, and may even accept
         raise SnapshotError("The snapshot process ended as soon as it was started: see whether the machine has memory.")
 
     @classmethod
-    def _answered(cls, connection: socket.socket, started: int | None) -> "SnapshotClient | None":
+    def _answered(cls, connection: socket.socket) -> "SnapshotClient | None":
         """A client, if the process at the other end answers: one that is ending has closed other connections first."""
         user = process.peer_of(connection)[1]
         if user != os.geteuid():
@@ -84,11 +74,11 @@ class SnapshotClient:
                 f"A process of user {user} listens where the snapshots of this training are expected: have it ended, or "
                 "write to another output directory."
             )
-        client = cls(connection, started)
+        client = cls(connection)
         try:
             client.pid = client.ask("status")["pid"]
         except ConnectionError:
-            client.close(wait_s=1.0)
+            client.close()
             return None
         return client
 
@@ -99,9 +89,9 @@ class SnapshotClient:
         """
         return self._exchange(what, files, values)[0]
 
-    def fetch(self, slot: int) -> list[int]:
-        """Descriptors of the files in a slot, for the caller to close."""
-        return self._exchange("fetch", (), {"slot": slot})[1]
+    def fetch(self, sequence: int) -> list[int]:
+        """Descriptors of the files of a snapshot, for the caller to close."""
+        return self._exchange("fetch", (), {"sequence": sequence})[1]
 
     @property
     def is_gone(self) -> bool:
@@ -112,23 +102,9 @@ class SnapshotClient:
             except (OSError, ValueError):
                 return True
 
-    def close(self, wait_s: float = 0.0) -> None:
-        """Leave. If the process was started by this one and ends within ``wait_s``, no zombie stays. Idempotent."""
+    def close(self) -> None:
+        """Leave. Idempotent."""
         self._connection.close()
-        if self._started is None or self._owner != os.getpid():
-            return
-        with contextlib.suppress(ChildProcessError):
-            until = time.monotonic() + wait_s
-            while os.waitpid(self._started, os.WNOHANG)[0] == 0 and time.monotonic() < until:
-                time.sleep(0.002)
-
-    def dismiss(self) -> None:
-        """Have the process end. Waits for nothing, so that finalizers may call it."""
-        with contextlib.suppress(OSError):
-            process.send(self._connection, {"do": "done"})
-        self._connection.close()
-        if self._started is not None and self._owner == os.getpid():
-            _dismissed.append(self._started)
 
     def end(self) -> None:
         """Have the process end, and wait until it has."""
@@ -136,15 +112,11 @@ class SnapshotClient:
             self.ask("done")
             with contextlib.suppress(OSError):
                 self._connection.recv(1)  # it closes its end, once what it writes to disk is complete
-        self.close(wait_s=1.0)
-
-    def end_after(self, own: bytes, others: Sequence[bytes]) -> None:
-        """Have the process, which listens at ``own``, end once those at the addresses of ``others`` have ended well or are
-        gone.
-        """
-        with contextlib.suppress(ConnectionError):
-            self.ask("well", address=own.hex(), others=[each.hex() for each in others])
         self.close()
+        for started in _started:
+            if started.pid == self.pid:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    started.wait(1.0)
 
     def _exchange(self, what: str, files: Sequence[int], values: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         with self._lock:
@@ -169,34 +141,24 @@ def _connected(address: bytes) -> socket.socket | None:
     return connection
 
 
-def _start(address: bytes) -> int | None:
-    """Start a process that listens there; its number, or None if another one has come first.
-
-    It gets a session of its own: neither Ctrl-C nor a launcher that ends its group reaches it.
+def _start(address: bytes) -> None:
+    """Start a process that listens there, unless another one has come first. It gets a session of its own: neither Ctrl-C nor
+    a launcher that ends its group reaches it.
     """
-    for number in list(_dismissed):
-        with contextlib.suppress(ChildProcessError):
-            if os.waitpid(number, os.WNOHANG)[0] == 0:
-                continue
-        _dismissed.remove(number)
+    _started[:] = [each for each in _started if each.poll() is None]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
             listener.bind(address)
         except OSError:
-            return None
+            return
         listener.listen()
-        number = fcntl.fcntl(listener.fileno(), fcntl.F_DUPFD, 10)  # for the child: not closed when its program starts
+        folder, number = Path(process.__file__).parent.parent, listener.fileno()
         try:
-            return os.posix_spawn(
-                sys.executable,
-                [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(process.__file__).parent.parent), str(number)],
-                os.environ,
-                file_actions=[(os.POSIX_SPAWN_OPEN, each, os.devnull, os.O_RDWR, 0) for each in range(3)],
-                setsid=True,
-                setsigmask=[],
-                setsigdef=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE],
+            command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(folder), str(number)]
+            null = subprocess.DEVNULL
+            started = subprocess.Popen(
+                command, stdin=null, stdout=null, stderr=null, pass_fds=[number], start_new_session=True
             )
         except OSError as error:
             raise SnapshotError(f"The snapshot process cannot be started: {error}.") from error
-        finally:
-            os.close(number)
+        _started.append(started)

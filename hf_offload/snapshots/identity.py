@@ -1,24 +1,31 @@
-"""Which training an output directory is of, and whose snapshots a ``snapshot_dir`` holds.
+"""Which training an output directory is of, and whether a snapshot is of the model and optimizer that go on from it.
 
 Note: a mark
     A path does not tell one training from another: two containers have the same one for different directories, and a
-    directory is moved. Nor does the number of an inode: it is given to another directory later, and a drive that is mounted
-    again may have another number itself. So a small file with a random number lies in the output directory. It goes where the
-    directory goes, and is known again on another machine. A copy of the directory would have the same number: it gets one of
-    its own if the original is still where it was. The same file lies in ``snapshot_dir`` while a training has not ended well,
-    so that no other one removes what this one needs to go on.
+    directory may be moved. So a small file with a random number lies in the output directory, and moves with it. A copy of
+    the directory gets a number of its own, as long as the original is where it was.
 """
 
-import contextlib
 import dataclasses
+import hashlib
 import logging
 import uuid
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from hf_offload.errors import SnapshotError
 from hf_offload.snapshots import disk
 
 logger = logging.getLogger(__name__)
+
+_LONGEST = 60
+"""Longer values are known by their digest: a record is small."""
+
+_NO_MATTER = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+"""Of a config: the type of weights is that of the weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,80 +55,63 @@ def training_of(output: Path) -> Training:
     known = known_training(output)
     if known is not None and known.output == str(output):
         return known
-    is_moved = known is not None and not _is_copy(output, known)
-    if known is not None and not is_moved:
+    if known is not None and _is_copy(output, known):
         logger.warning(
             "%s is a copy of %s: snapshots of the training there are not those of this one.", output, known.output
         )
-    training = Training(known.number if known is not None and is_moved else uuid.uuid4().hex, str(output))
+        known = None
+    training = Training(uuid.uuid4().hex if known is None else known.number, str(output))
     try:
         output.mkdir(parents=True, exist_ok=True)
-        return _marked(output, training, is_first=known is None)
+        disk.write_record(output / disk.MARK_FILE, {"training": training.number, "output": training.output})
     except OSError as error:
         raise SnapshotError(
             f"Snapshots need to know {output} again, and nothing can be written there: {error}."
         ) from error
-
-
-def claim(directory: Path, training: Training) -> None:
-    """``directory`` is to hold the snapshots of ``training``.
-
-    Raises :class:`~hf_offload.errors.SnapshotError` if it holds those of another one that has not ended well, or if nothing
-    can be written there.
-    """
-    owner = known_training(directory)
-    if owner is not None and owner.number != training.number and _has_snapshots_of(owner, directory):
-        raise SnapshotError(
-            f"{directory} holds snapshots of another training, which writes to {owner.output} and has not ended: name "
-            "another snapshot_dir. If it is this one, whose output directory was lost, copy "
-            f"{directory / disk.MARK_FILE} to {training.output}."
-        )
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if owner != training:
-            _marked(directory, training)
-    except OSError as error:
-        raise SnapshotError(
-            f"Snapshots cannot be written to {directory}: {error}. Name another snapshot_dir, or none."
-        ) from error
-
-
-def release(directory: Path, training: Training) -> None:
-    """``training`` has ended well: another one may use its ``directory``."""
-    if known_training(directory) == training and not _is_same(directory, Path(training.output)):
-        with contextlib.suppress(OSError):
-            (directory / disk.MARK_FILE).unlink()
-
-
-def _marked(folder: Path, training: Training, is_first: bool = False) -> Training:
-    """With ``is_first``, the training that was the first one to mark it: two may start at once."""
-    content = {"training": training.number, "output": training.output}
-    if is_first:
-        try:
-            with (folder / disk.MARK_FILE).open("x") as file:
-                file.write(disk.text_of(content))
-            return training
-        except FileExistsError:
-            other = known_training(folder)
-            if other is not None:
-                return other  # else it is damaged
-    disk.write_record(folder / disk.MARK_FILE, content)
     return training
 
 
 def _is_copy(output: Path, known: Training) -> bool:
     original = Path(known.output)
     there = known_training(original)
-    return there is not None and there.number == known.number and not _is_same(original, output)
+    return there is not None and there.number == known.number and not original.samefile(output)
 
 
-def _is_same(one: Path, other: Path) -> bool:
-    try:
-        return one.samefile(other)
-    except OSError:
-        return False
+def check_directory(directory: Path, training: Training) -> None:
+    """Raise :class:`~hf_offload.errors.SnapshotError` if ``directory`` has snapshots of another training."""
+    run = disk.read_record(directory / disk.RUN_FILE)
+    if run is None or run.get("training") == training.number or next(directory.glob(f"{disk.PREFIX}*"), None) is None:
+        return
+    raise SnapshotError(
+        f"{directory} holds snapshots of another training, which writes to {run.get('output')}: name another snapshot_dir, "
+        "or remove them."
+    )
 
 
-def _has_snapshots_of(training: Training, directory: Path) -> bool:
-    records = (disk.read_record(path / disk.RECORD_FILE) for path in directory.glob(f"{disk.PREFIX}*"))
-    return any(record is not None and record.get("training") == training.number for record in records)
+def traits_of(models: Iterable[nn.Module], optimizers: Iterable[Any]) -> dict[str, str]:
+    """What shapes of weights do not tell, in words: classes of optimizers, and entries of models' configs."""
+    found: dict[str, str] = {}
+    for model in models:
+        to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
+        for key, value in to_dict().items():
+            if key not in _NO_MATTER and not str(key).startswith("_"):
+                text = repr(value)
+                digest = f"{text[:20]}... ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
+                found[f"{key} of the {type(model).__name__}"] = text if len(text) <= _LONGEST else digest
+    for number, optimizer in enumerate(optimizers):
+        while hasattr(optimizer, "optimizer"):  # in accelerate's wrapper
+            optimizer = optimizer.optimizer
+        found["the optimizer" + f" {number}" * (number > 0)] = type(optimizer).__qualname__
+    return found
+
+
+def check_traits(there: Mapping[str, str], here: Mapping[str, str], what: str) -> None:
+    """Raise :class:`~hf_offload.errors.SnapshotError` if the snapshot that ``what`` names is of others."""
+    different = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    if different:
+        listed = ", ".join(
+            f"{one} is {there.get(one, 'not')} there and {here.get(one, 'not')} here" for one in different
+        )
+        raise SnapshotError(
+            f"{what} is of another training: {listed}. Resume with what it was taken with, or start from the beginning."
+        )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from hf_offload.errors import OffloadConfigError, OffloadError, SnapshotError
 from hf_offload.generators import process_states, set_process_states
@@ -17,23 +18,20 @@ from hf_offload.ranks import Ranks
 from hf_offload.settings.environment import RESUME_VARIABLE, is_on
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.snapshots import contents
-from hf_offload.snapshots.likeness import check_config, check_optimizers, config_of, optimizer_of
-from hf_offload.snapshots.loadable import check_loadable, numpy_allowed
+from hf_offload.snapshots.identity import check_traits, traits_of
 from hf_offload.snapshots.memory import Write
-from hf_offload.snapshots.opening import Opened, check_memory_files, open_snapshots, warn_of_other_sums
 from hf_offload.snapshots.positions import Position
-from hf_offload.snapshots.taking import Snapshots
-from hf_offload.snapshots.weights import ModelWeights, left_on_drives
-from hf_offload.storage.kept import Kept
-from hf_offload.storage.service import HeldRam, RunStorage
+from hf_offload.snapshots.restoring import Opened, open_snapshots
+from hf_offload.snapshots.taking import Snapshots, directory_of
+from hf_offload.snapshots.weights import ModelWeights
+from hf_offload.storage.service import RunStorage
 from hf_offload.surgery import InertInCopies
 
 logger = logging.getLogger(__name__)
 
-ALONE = "with snapshot_parity, processes make good what one of them loses, and there is one"
-
 _RANDOM_FILE = "rng_state.pth"
 _POSITION_FILE = "position.pth"
+_OBJECTS_FILE = "objects.pth"
 
 
 class Source(Protocol):
@@ -42,6 +40,7 @@ class Source(Protocol):
     Attributes:
         models: The weights, by the names of their files.
         optimizers: Before whose steps a snapshot has to be whole.
+        names: What else there is, in words.
     """
 
     @property
@@ -50,9 +49,11 @@ class Source(Protocol):
     @property
     def optimizers(self) -> Sequence[Any]: ...
 
-    def files(self, ranks: Ranks, kept: Kept | None) -> tuple[dict[str, Write], list[Tensor]]:
-        """The other files, and the tensors that are written after this has returned; with ``kept``, optimizers leave there
-        what is on drives. All ranks call it.
+    @property
+    def names(self) -> list[str]: ...
+
+    def files(self, ranks: Ranks) -> tuple[dict[str, Write], list[Tensor]]:
+        """The other files, and the tensors that are written after this has returned. All ranks call it.
 
         Raises :class:`~hf_offload.errors.SnapshotError` for what a resume could not load, in all ranks.
         """
@@ -83,25 +84,20 @@ class LoopSnapshots:
     """
 
     def __init__(self, source: Source, config: OffloadConfig, folder: Path, storage: RunStorage, resume: bool | None):
-        check_memory_files()
         self.taking: Snapshots | None = None
-        self._opened: Opened | None = None
-        self._is_entered = False
-        self._likeness: dict[str, Any] = {}
         self.resumed_step = self.step = 0
+        self._is_entered = False
         self._source = source
+        self._config = config
         self._steps = int(config.snapshot_steps or 0)
-        self._directory = None if config.snapshot_dir is None else Path(config.snapshot_dir).resolve()
-        self._wait_s = float(config.snapshot_wait_s)
         self._at_once = config.optimizer not in (None, "none") or config.memory_mode != "none" or not source.optimizers
-        self._with_parity = config.snapshot_parity > 0
         self._folder = folder.resolve()
         self._ranks: Ranks = Ranks()
         self._storage = storage
-        self._unasked = resume is None
+        self._is_asked = resume is not None
         self._resume = is_on(RESUME_VARIABLE) if resume is None else resume
         self._position = Position()
-        self._hooks: list[Any] = []
+        self._traits = traits_of((weights.model for weights in source.models.values()), source.optimizers)
 
     @property
     def epoch(self) -> int:
@@ -123,150 +119,102 @@ class LoopSnapshots:
         if self.step % self._steps == 0:
             with self.taking.waited():
                 self._take(self.taking)
-        self._expect_writes()
 
     def __enter__(self) -> Self:
         if self._is_entered:
             raise OffloadError("A block of snapshots is entered once: call session.snapshots(...) for another one.")
-        opened = open_snapshots(self._folder, self._directory, self._resume, self._ranks, unasked=self._unasked)
+        opened = open_snapshots(
+            self._folder, directory_of(self._config), self._resume, self._ranks, is_asked=self._is_asked
+        )
         try:
-            others = {**self._source.files(self._ranks, None)[0], **self._small_files()}
-            self._likeness = {
-                "configs": {name: config_of(weights.model) for name, weights in self._source.models.items()},
-                "optimizers": [optimizer_of(each) for each in self._source.optimizers],
-            }
             if opened.found is not None:
-                self._ranks.each(lambda: self._restore(opened, [*self._source.models, *others]))
-                warn_of_other_sums([weights.model for weights in self._source.models.values()], self._ranks)
+                self._ranks.each(lambda: self._restore(opened))
             elif self._resume:
                 logger.warning("There is no snapshot of %s yet: training starts at its beginning.", self._folder)
-            taking = Snapshots(
-                opened.address,
-                opened.client,
-                HeldRam(self._storage, "snapshots"),
-                self._ranks,
-                sequence=opened.sequence,
-                with_parity=self._with_parity,
-            )
-            taking.start(opened.run, opened.began, self._directory, self._wait_s, opened.found)
+            taking = Snapshots(opened, self._config, self._storage, self._ranks)
+            taking.start()
         except BaseException:
+            self._storage.settle_copies = None
             opened.client.close()
             self._ranks.close()
             raise
         finally:
             opened.forget_found()
-        self.taking, self._opened, self._is_entered = taking, opened, True
-        self._storage.settle_copies = taking.settle
-        self._expect_writes()
+        self.taking, self._is_entered = taking, True
         for optimizer in self._source.optimizers:
-            while hasattr(optimizer, "optimizer"):  # in accelerate's wrapper
-                optimizer = optimizer.optimizer
-            self._hooks.append(optimizer.register_step_pre_hook(InertInCopies(lambda *_: taking.settle())))
+            taking.settle_before_steps_of(optimizer)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._storage.takes_digests = False
-        self._storage.settle_copies = None
         taking, self.taking = self.taking, None
-        opened, self._opened = self._opened, None
-        if taking is None or opened is None:
-            return
-        if kind is not None:
-            taking.leave()
-            self._ranks.close()
+        if taking is None:
             return
         try:
-            taking.settle()
-            self._ranks.gather(None)  # what one has that ends too early is of no use to the others
+            if kind is None:
+                # One that has left its data in the middle would go on after its last step.
+                taking.over(before=self.step if self._position.is_cut else None)
+            else:
+                taking.leave()
         finally:
-            # A loop that has left its data in the middle would go on behind that step.
-            before = self.step if self._position.is_cut else None
-            taking.over(opened.training.number, opened.end_well, opened.others(self._ranks), before)
             self._ranks.close()
-        logger.info("%d snapshots were taken, for which training waited %.2f s in all.", taking.taken, taking.stalled_s)
 
-    def _restore(self, opened: Opened, expected: Sequence[str]) -> None:
+    def _restore(self, opened: Opened) -> None:
         found = opened.found
         assert found is not None
-        what = f"The snapshot of step {found.step} in {found.place}"
+        folder, record = found.folder, found.record
         for name, weights in self._source.models.items():
-            weights.check(found.folder, found.record["models"].get(name), what, name)
-        names = sorted(found.names)
-        if names != sorted(expected):
+            weights.check(folder, record["models"].get(name), str(found), name)
+        if record["names"] != self._source.names:
             raise SnapshotError(
-                f"{what} holds {', '.join(names)}, and this training has {', '.join(sorted(expected))}: resume with what it "
-                "was taken of, or start from the beginning."
+                f"{found} holds {_listed(record['names'])}, and this training has {_listed(self._source.names)}: resume with "
+                "what it was taken of, or start from the beginning."
             )
-        likeness = found.record["likeness"]
-        for name, config in self._likeness["configs"].items():
-            check_config(likeness["configs"][name], config, what)
-        check_optimizers(likeness["optimizers"], self._likeness["optimizers"], what)
-        self._likeness = likeness
+        check_traits(record["traits"], self._traits, str(found))
         for name, weights in self._source.models.items():
-            weights.load(found.folder / name)
-        self._source.load(found.folder, self._ranks)
+            weights.load(folder / name)
+        self._source.load(folder, self._ranks)
         self.step = self.resumed_step = found.step
-        self._position.restore(_read(found.folder / contents.of_rank(_POSITION_FILE, self._ranks)))
-        set_process_states(_read(found.folder / contents.of_rank(_RANDOM_FILE, self._ranks)))
-        logger.info("Resuming from the snapshot of step %d in %s.", found.step, found.place)
-
-    def _expect_writes(self) -> None:
-        """What the next step writes to a drive is kept if a snapshot follows."""
-        self._storage.takes_digests = (self.step + 1) % self._steps == 0
+        self._position.restore(contents.load(folder / contents.of_rank(_POSITION_FILE, self._ranks)))
+        set_process_states(contents.load(folder / contents.of_rank(_RANDOM_FILE, self._ranks)))
+        logger.info("Resuming from %s.", found)
 
     def _take(self, taking: Snapshots) -> None:
-        from hf_offload import __version__
-
-        assert self._opened is not None
         taking.settle()  # before the ranks talk of something else
         files: dict[str, Write] = {}
         watched: list[Tensor] = []
         models: dict[str, str] = {}
-        kept = taking.kept()
         try:  # first: it may complete updates of the weights
-            others, written_later = self._source.files(self._ranks, kept)
+            others, written_later = self._source.files(self._ranks)
+            position = self._position.state()
+            self._ranks.each(lambda: contents.check_loadable("loader.state_dict()", position))
         except SnapshotError as error:
-            if taking.taken == 0:
-                raise
-            logger.warning("A snapshot was not taken: %s The one before stays.", error)
+            taking.refuse(error)
             return
         for name, weights in self._source.models.items():
             tensors = weights.tensors(copy_buffers=True)
             layout = contents.layout_of(tensors)
             models[name] = contents.fingerprint(layout)
-            tensors = left_on_drives(tensors, kept)
-            files[name] = contents.weights_file(tensors, layout, kept)
+            files[name] = contents.weights_file(tensors, layout)
             watched += tensors.values()
-        files |= others | self._small_files()
-        watched += written_later
+        own = {
+            contents.of_rank(_RANDOM_FILE, self._ranks): contents.archived(process_states()),
+            contents.of_rank(_POSITION_FILE, self._ranks): contents.archived(position),
+        }
         taking.take(
             self.step,
-            files,
-            watched,
-            {
-                "version": __version__,
-                "training": self._opened.training.number,
-                "place": self._opened.place,
-                "models": models,
-                "likeness": self._likeness,
-            },
-            kept=kept,
+            files | others | contents.of_all_ranks(own, self._ranks),
+            watched + written_later,
+            {"models": models, "names": self._source.names, "traits": self._traits},
             at_once=self._at_once
             or self._storage.has_state
             or any(weights.are_parked for weights in self._source.models.values()),
         )
 
-    def _small_files(self) -> dict[str, Write]:
-        own = {
-            contents.of_rank(_RANDOM_FILE, self._ranks): contents.archived(process_states()),
-            contents.of_rank(_POSITION_FILE, self._ranks): contents.archived(self._position.state()),
-        }
-        return contents.of_all_ranks(own, self._ranks)
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nothing but a model"
 
 
 class Objects:
@@ -275,65 +223,64 @@ class Objects:
     def __init__(self, model: nn.Module, objects: Mapping[str, Any]):
         weights = ModelWeights(model)
         self.models = {weights.file: weights}
-        self._objects = dict(objects)
-        for name, each in self._objects.items():
+        self.names = sorted(objects)
+        for name, each in objects.items():
+            if isinstance(each, DataLoader):
+                raise OffloadConfigError(
+                    f"snapshots({name}=...) takes no loader: iterate over snapshots.batches({name})."
+                )
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise OffloadConfigError(
                     f"snapshots({name}=...) takes what has state_dict() and load_state_dict(), and a {type(each).__name__} "
                     "has not."
                 )
-        self.optimizers = [each for each in self._objects.values() if isinstance(each, Optimizer)]
+        self._optimizers = {name: each for name, each in objects.items() if isinstance(each, Optimizer)}
+        self._others = {name: each for name, each in objects.items() if name not in self._optimizers}
+        self.optimizers = list(self._optimizers.values())
+        self._are_checked = False
 
-    def files(self, ranks: Ranks, kept: Kept | None) -> tuple[dict[str, Write], list[Tensor]]:
-        states = {
-            name: contents.optimizer_state(each, kept) if isinstance(each, Optimizer) else each.state_dict()
-            for name, each in self._objects.items()
-        }
-        ranks.each(lambda: _check(states))
-        files: dict[str, Write] = {}
-        own: dict[str, bytes] = {}
-        later: list[Tensor] = []
-        for name, state in states.items():
-            if isinstance(self._objects[name], Optimizer):
-                files[f"{name}.pt"] = contents.archive(state, kept)
-                later += contents.tensors_in(state)
-            else:
-                own[contents.of_rank(f"{name}.pt", ranks)] = contents.archived(state)
-        return files | contents.of_all_ranks(own, ranks), later
+    def files(self, ranks: Ranks) -> tuple[dict[str, Write], list[Tensor]]:
+        """Optimizers in files of their own, to be written later, and the others in one."""
+        states = {name: each.state_dict() for name, each in self._optimizers.items()}
+        others = {name: each.state_dict() for name, each in self._others.items()}
+
+        def check() -> None:
+            for name, state in (states | others).items():
+                is_known = self._are_checked and name in states  # its tensors are of one kind
+                contents.check_loadable(f"{name}.state_dict()", state.get("param_groups") if is_known else state)
+
+        ranks.each(check)
+        self._are_checked = True
+        files = {f"{name}.pt": contents.archive(state) for name, state in states.items()}
+        own = {contents.of_rank(_OBJECTS_FILE, ranks): contents.archived(others)}
+        return files | contents.of_all_ranks(own, ranks), list(contents.tensors_in(list(states.values())))
 
     def load(self, folder: Path, ranks: Ranks) -> None:
-        for name, each in self._objects.items():
-            file = f"{name}.pt" if isinstance(each, Optimizer) else contents.of_rank(f"{name}.pt", ranks)
-            each.load_state_dict(_read(folder / file))
-
-
-def _check(states: Mapping[str, Any]) -> None:
-    with numpy_allowed():
-        for name, state in states.items():
-            check_loadable(f"{name}.state_dict()", state)
-
-
-def _read(file: Path) -> Any:
-    """Tensors, numbers, texts and the states of NumPy's generators; a file with anything else is an error."""
-    with numpy_allowed():
-        return torch.load(file, map_location="cpu", weights_only=True)
+        for name, optimizer in self._optimizers.items():
+            optimizer.load_state_dict(contents.load(folder / f"{name}.pt"))
+        states = contents.load(folder / contents.of_rank(_OBJECTS_FILE, ranks))
+        for name, each in self._others.items():
+            each.load_state_dict(states[name])
 
 
 def refuse_loop(config: OffloadConfig, processes: int, models: Sequence[nn.Module]) -> None:
     """Raise :class:`~hf_offload.errors.OffloadConfigError` where a snapshot would not be all that a loop needs to go on."""
-    problem = None
-    if config.snapshot_parity and processes == 1:
-        problem = ALONE
-    elif any(isinstance(each, DTensor) for model in models for each in model.parameters()):
+    problem = common_problem(config, processes)
+    if any(isinstance(each, DTensor) for model in models for each in model.parameters()):
         problem = "the shards of FSDP2 are saved in a way of their own"
-    elif config.sampling is not None and config.sampling.probabilities == "gradient-cache":
-        problem = (
-            'sampled_linear keeps a cache of gradients (probabilities="gradient-cache"), which snapshots do not hold'
-        )
     if problem is not None:
         raise OffloadConfigError(
             f"snapshot_steps={config.snapshot_steps} cannot be used here: {problem}. Leave it out, and save checkpoints."
         )
+
+
+def common_problem(config: OffloadConfig, processes: int) -> str | None:
+    """Why no training with these settings can take snapshots; None if one can."""
+    if config.snapshot_parity and processes == 1:
+        return "with snapshot_parity, processes make good what one of them loses, and there is one"
+    if config.sampling is not None and config.sampling.probabilities == "gradient-cache":
+        return 'sampled_linear keeps a cache of gradients (probabilities="gradient-cache"), which snapshots do not hold'
+    return None
 
 
 class Expected:

@@ -56,7 +56,7 @@ class Stream:
                 _read(content, first - start, target)
 
 
-class Rebuilt:
+class _Rebuilt:
     """A stream that is written, taken apart into its record and its files."""
 
     def __init__(self) -> None:
@@ -68,14 +68,13 @@ class Rebuilt:
     def write(self, data: bytes) -> None:
         if not self.record:
             self._head += data
-            if len(self._head) < _LENGTH.size:
+            start = _LENGTH.size
+            length = _LENGTH.unpack(self._head[:start])[0] if len(self._head) >= start else len(self._head)
+            if len(self._head) < start + length:
                 return
-            (length,) = _LENGTH.unpack(self._head[: _LENGTH.size])
-            if len(self._head) < _LENGTH.size + length:
-                return
-            self.record = json.loads(self._head[_LENGTH.size : _LENGTH.size + length])
+            self.record = json.loads(self._head[start : start + length])
             self._left = [nbytes for _, nbytes, _ in self.record["files"]]
-            data, self._head = self._head[_LENGTH.size + length :], b""
+            data, self._head = self._head[start + length :], b""
             self.files = [MemoryFile() for _ in self._left]
         view = memoryview(data)
         for number, file in enumerate(self.files):
@@ -83,10 +82,6 @@ class Rebuilt:
             file.write(taken)
             self._left[number] -= len(taken)
             view = view[len(taken) :]
-
-    def close(self) -> None:
-        for file in self.files:
-            file.close()
 
 
 def take(ranks: Ranks, stream: Stream, sizes: Sequence[int], file: MemoryFile) -> dict[str, Any]:
@@ -107,16 +102,16 @@ def take(ranks: Ranks, stream: Stream, sizes: Sequence[int], file: MemoryFile) -
             failure = failure or error
     if failure is not None:
         raise failure
-    return {"files": [[file.nbytes, file.checksum]], "length": length}
+    return _described(file, length)
 
 
 def rebuild(
     ranks: Ranks, lost: int, length: int, stream: Stream | None, parity: int | None
-) -> tuple[Rebuilt, MemoryFile] | None:
-    """The snapshot of rank ``lost``, and its row of parity, in that rank. All ranks call it: the others with the stream of
-    their snapshot, and with the file that has their row.
+) -> tuple[dict[str, Any], list[int]] | None:
+    """The record of rank ``lost`` and descriptors of its files, with its row of parity, in that rank. All ranks call it: the
+    others with the stream of their snapshot, and with the descriptor of their row.
     """
-    rebuilt, row = Rebuilt(), MemoryFile() if ranks.number == lost else None
+    rebuilt, row = _Rebuilt(), MemoryFile() if ranks.number == lost else None
     failure: Exception | None = None
     for other in [rank for rank in range(ranks.count) if rank != lost] + [lost]:
         for begin in range(0, length, _BLOCK_BYTES):
@@ -135,7 +130,13 @@ def rebuild(
                     failure = failure or error
     if failure is not None:
         raise OSError(f"it cannot be rebuilt: {failure}") from failure
-    return None if row is None else (rebuilt, row)
+    if row is None:
+        return None
+    return {**rebuilt.record, NAME: _described(row, length)}, [file.number for file in (*rebuilt.files, row)]
+
+
+def _described(row: MemoryFile, length: int) -> dict[str, Any]:
+    return {"files": [[row.nbytes, row.checksum]], "length": length}
 
 
 def _chunk(owner: int, other: int) -> int:

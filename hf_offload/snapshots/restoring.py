@@ -1,191 +1,260 @@
-"""Finding the newest whole snapshot, in memory or on disk."""
+"""The beginning of a training with snapshots: its snapshot process, and the newest whole snapshot to go on from."""
 
-import contextlib
-import errno
+import dataclasses
 import logging
 import os
 import shutil
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+import time
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from hf_offload.errors import SnapshotError
+from hf_offload.errors import OffloadConfigError, SnapshotError
 from hf_offload.ranks import Ranks
-from hf_offload.settings.sizes import format_bytes
-from hf_offload.snapshots import disk, layout, parity
-from hf_offload.snapshots.client import SnapshotClient
-from hf_offload.snapshots.memory import MemoryFile, damage_of
+from hf_offload.snapshots import disk, parity, retained
+from hf_offload.snapshots.client import SnapshotClient, address_of
+from hf_offload.snapshots.identity import Training, check_directory, training_of
+from hf_offload.snapshots.memory import damage_of
 
 logger = logging.getLogger(__name__)
 
-_SMALL_BYTES = 1 << 20
-"""So much of a snapshot in memory is copied to the output directory, if need be, while a training resumes."""
+LINKS = ".hf_offload-snapshot"
+"""In the output directory, while a training resumes from memory: links to files that have no name."""
+_Record = dict[str, Any]
 
 
+@dataclasses.dataclass
 class Found:
     """A whole snapshot.
 
     Attributes:
         record: Its step, its run and what else was noted when it was taken.
         folder: A folder with its files.
-        slot: Where the snapshot process has it, or what was left of it; None if it has nothing.
-        files: Their descriptors, with that of the parity; none if it is on disk.
+        numbers: Descriptors of its files in memory, with that of the parity; none if it is on disk.
         is_rebuilt: Whether it was made from those of other ranks.
-        assembled: By their number, those of its files that have all bytes, where parts of them are on drives.
-        names: What is in the folder.
     """
 
-    def __init__(
-        self,
-        record: dict[str, Any],
-        folder: Path,
-        slot: int | None = None,
-        files: Sequence[int] = (),
-        is_rebuilt: bool = False,
-        assembled: Mapping[int, int] | None = None,
-    ):
-        self.record = record
-        self.folder = folder
-        self.slot = slot
-        self.files = list(files)
-        self.is_rebuilt = is_rebuilt
-        self.assembled = dict(assembled or {})
-        self.names: list[str] = []
-        for place, (name, nbytes, _) in enumerate(record["files"]):
-            if name == disk.SMALL_FILES:
-                self.names += [each for each, *_ in disk.small_files(self.files[place], nbytes)]
-            else:
-                self.names.append(name)
+    record: _Record
+    folder: Path
+    numbers: list[int] = dataclasses.field(default_factory=list)
+    is_rebuilt: bool = False
 
     @property
     def step(self) -> int:
         """Optimizer steps until then."""
         return int(self.record["step"])
 
-    @property
-    def place(self) -> str:
-        """Where it was found, in words."""
-        return "memory" if self.files else str(self.folder)
+    def __str__(self) -> str:
+        return f"The snapshot of step {self.step} in {'memory' if self.numbers else self.folder}"
 
     def close(self) -> None:
         """Nothing of it is needed any more. Idempotent."""
-        if not self.files:
-            return
-        shutil.rmtree(self.folder, ignore_errors=True)
-        for file in [*self.files, *self.assembled.values()]:
-            os.close(file)
-        self.files, self.assembled = [], {}
+        if self.numbers:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        for number in self.numbers:
+            os.close(number)
+        self.numbers = []
 
 
-def newest_whole(
-    client: SnapshotClient, status: dict[str, Any], directory: Path | None, training: str, links: Path, ranks: Ranks
-) -> Found | None:
-    """The newest snapshot that is whole in all ranks, or can be made so; a warning names each one that cannot, and those
-    that are not of the ``training`` with this number.
+@dataclasses.dataclass
+class Opened:
+    """A connection to the snapshot process of a training, and what it goes on from.
 
-    ``client`` is connected to the snapshot process, which has said its ``status``, and ``directory`` is where that of the
-    first rank writes, if anywhere. The folder of one that is found in memory is ``links``: until :meth:`Found.close`, its
-    files are links to memory.
-
-    Raises :class:`~hf_offload.errors.SnapshotError` for those of another version, or of another number of processes.
+    Attributes:
+        training: The training, in all its runs.
+        client: The connection.
+        address: Where the process listens.
+        run, began, sequence: Number, time of the beginning and last snapshot of the run that goes on, or a new one's.
+        found: The snapshot; None to start at the beginning.
     """
-    ranks.each(lambda: _check_format(status.get("format"), "in memory"))
-    here = {each["record"]["sequence"]: (each["record"], each["slot"]) for each in status["snapshots"]}
-    listed = [record for record, _ in here.values()]
-    told = [each for of_rank in ranks.gather([_summary(record) for record in listed]) for each in of_rank]
-    run = max(told, default=(0.0, None))[1]
-    if status["run"] != run:
-        here = {}
-    on_disk: dict[int, tuple[dict[str, Any], Path]] = ranks.first(
-        lambda: {record["sequence"]: (record, path) for path, record in _on_disk(directory, run, training)}
-    )
-    if status.get("kept") is not None:  # what is on disk may be newer, for a loop that would go on behind its end
-        on_disk = {sequence: each for sequence, each in on_disk.items() if sequence <= status["kept"]}
-    in_memory = {sequence: (step, count) for _, of_run, sequence, step, count in told if of_run == run}
+
+    training: Training
+    client: SnapshotClient
+    address: bytes
+    run: str = ""
+    began: float = 0.0
+    sequence: int = 0
+    found: Found | None = None
+
+    def begin_run(self, ranks: Ranks) -> None:
+        """Another run begins. All ranks call it."""
+        self.run, self.began = ranks.first(lambda: (uuid.uuid4().hex, time.time()))
+
+    def forget_found(self) -> None:
+        """Nothing of the snapshot is needed any more. Idempotent."""
+        if self.found is not None:
+            self.found.close()
+            self.found = None
+
+
+def open_snapshots(
+    output: Path,
+    directory: Path | None,
+    resume: bool,
+    ranks: Ranks,
+    checkpoint: str | None = None,
+    *,
+    is_asked: bool = True,
+) -> Opened:
+    """Connect to the snapshot process of the training that writes to ``output``, or start it. With ``resume``, find the
+    newest snapshot that is whole in all ranks, in memory or in ``directory``; else training goes on from ``checkpoint``, or
+    begins. Without ``is_asked``, the script has not said whether to resume. All ranks call it.
+
+    Raises :class:`~hf_offload.errors.SnapshotError` if another training is connected to it, if ``directory`` is that of
+    another one, or for snapshots of another version or number of processes.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OffloadConfigError("snapshot_steps cannot be used here: snapshots need Linux. Leave it out.")
+    training = ranks.first(lambda: training_of(output))
+    if directory is not None:
+        ranks.first(lambda: check_directory(directory, training))
+    if retained.has_ended(training.number) and not (resume and is_asked) and checkpoint is None:
+        raise SnapshotError(
+            f"This process has trained in {output} already, and a restart would take one training for the other: give each "
+            "an output directory of its own, or go on with resume_from_checkpoint=True."
+        )
+    address = address_of(training.number, ranks.number)
+    retained.release(but=address)
+    client, status = ranks.each(lambda: _joined(output, address))
+    opened = Opened(training, client, address)
+    if not resume:
+        opened.begin_run(ranks)
+        if status["snapshots"]:
+            logger.warning(
+                "Training %s, as was asked for: the snapshots that an earlier one has left in memory, the newest of step %d, "
+                "are dropped.",
+                "starts at its beginning" if checkpoint is None else f"goes on from {checkpoint}",
+                max(each["step"] for each in status["snapshots"]),
+            )
+        return opened
+    links = output / (LINKS if ranks.count == 1 else f"{LINKS}-{ranks.number}")
+    try:
+        found = opened.found = _newest_whole(client, status, directory, links, ranks)
+    except BaseException:
+        client.close()
+        raise
+    if found is None:
+        opened.begin_run(ranks)
+        return opened
+    opened.run, opened.began, opened.sequence = (found.record[name] for name in ("run", "began", "sequence"))
+    return opened
+
+
+def _joined(output: Path, address: bytes) -> tuple[SnapshotClient, _Record]:
+    for _ in range(2):
+        client = SnapshotClient.connect(address, start=True)
+        assert client is not None
+        try:
+            joined = client.ask("join")
+        except ConnectionError as error:
+            logger.warning("%s: another one is started.", str(error).capitalize())
+            continue
+        if "refused" not in joined:
+            return client, joined
+        client.close()
+        raise SnapshotError(
+            f"This process takes snapshots of the training in {output} already: let that one end before another begins."
+            if joined["refused"] == os.getpid()
+            else f"Process {joined['refused']} trains already with {output} as its output directory, and takes snapshots: "
+            "end it, or write to another directory."
+        )
+    raise SnapshotError("The snapshot process has ended again: see whether the machine has memory.")
+
+
+def _newest_whole(
+    client: SnapshotClient, status: _Record, directory: Path | None, links: Path, ranks: Ranks
+) -> Found | None:
+    """The newest snapshot of the run that is whole in all ranks, or can be made so; a warning names each one that cannot."""
+    ranks.each(lambda: _check_format(status, "in memory"))
+    listed = [
+        (each["began"], each["run"], each["sequence"], each["step"], each["ranks"]) for each in status["snapshots"]
+    ]
+    everyone = [each for of_rank in ranks.gather(listed) for each in of_rank]
+    run = max(everyone, default=(0.0, None))[1]
+    here = {each["sequence"]: each for each in status["snapshots"] if each["run"] == run}
+    on_disk: dict[int, tuple[_Record, Path]] = ranks.first(lambda: _listed_on_disk(directory, run))
+    in_memory = {sequence: (step, count) for _, of_run, sequence, step, count in everyone if of_run == run}
+    ends = [last for last in ranks.gather(status["last"]) if last is not None]
     places = [(sequence, True) for sequence in in_memory] + [(sequence, False) for sequence in on_disk]
     for sequence, is_in_memory in sorted(places, reverse=True):
-        if is_in_memory:
-            step, count = in_memory[sequence]
-            _check_count(step, count, ranks)
+        if ends and sequence > min(ends):  # on disk: a loop would go on after its last step
+            continue
+        record = None if is_in_memory else on_disk[sequence][0]
+        step, count = in_memory[sequence] if record is None else (record["step"], record["ranks"])
+        if count != ranks.count:
+            raise SnapshotError(
+                f"The snapshot of step {step} is of {count} processes, and {ranks.count} train now: start as many, or start "
+                "from the beginning without resume_from_checkpoint."
+            )
+        if record is None:
             found = _found_in_memory(client, here.get(sequence), step, links, ranks)
         else:
-            record, folder = on_disk[sequence]
-            _check_count(record["step"], record["ranks"], ranks)
-            found = _found_on_disk(record, folder, ranks)
+            found = _found_on_disk(record, on_disk[sequence][1], ranks)
         if found is not None:
             return found
     return None
 
 
-def _summary(record: dict[str, Any]) -> tuple[float, str, int, int, int]:
-    return record["began"], record["run"], record["sequence"], record["step"], record["ranks"]
-
-
-def _check_count(step: int, count: int, ranks: Ranks) -> None:
-    if count != ranks.count:
+def _check_format(record: Mapping[str, Any], where: str) -> None:
+    if record.get("format") != disk.FORMAT:
         raise SnapshotError(
-            f"The snapshot of step {step} is of {count} processes, and {ranks.count} train now: start as many, or start from "
-            "the beginning without resume_from_checkpoint."
+            f"The snapshots {where} are of format {record.get('format')}, and this version of hf_offload reads "
+            f"{disk.FORMAT}: resume with the version that took them, or start from the beginning without "
+            "resume_from_checkpoint."
         )
 
 
-def _found_in_memory(
-    client: SnapshotClient, held: tuple[dict[str, Any], int] | None, step: int, links: Path, ranks: Ranks
-) -> Found | None:
-    own = ranks.each(lambda: _Held(client, held))
-    verdicts = ranks.gather((own.damage, own.record.get(parity.NAME)))
-    lost = {rank: damage for rank, (damage, _) in enumerate(verdicts) if damage is not None}
-    what = f"The snapshot of step {step} in memory"
-    reasons = ", ".join(damage if ranks.count == 1 else f"{damage} (rank {rank})" for rank, damage in lost.items())
-    kept = next((description for _, description in verdicts if description is not None), None)
-    if lost and len(lost) == 1 and kept is not None:
-        logger.warning("%s is damaged and rebuilt from those of the other ranks: %s.", what, reasons)
-        reasons = _rebuild(own, next(iter(lost)), kept["length"], ranks)
-    if reasons:
-        own.close()
-        logger.warning("%s is damaged and skipped: %s.", what, reasons)
-        return None
-    folder = _linked(
-        links, own.record, [own.assembled.get(number, each) for number, each in enumerate(own.numbers)], own.assembled
-    )
-    return Found(own.record, folder, own.slot, own.numbers, own.is_rebuilt, own.assembled)
+# -- in memory -------------------------------------------------------------------------------------------------------------
 
 
-class _Held:
+class _Part:
     """What the snapshot process of this rank has of a snapshot, and what is wrong with it."""
 
-    def __init__(self, client: SnapshotClient, held: tuple[dict[str, Any], int] | None):
-        self.record: dict[str, Any] = {}
-        self.slot: int | None = None
+    def __init__(self, client: SnapshotClient, record: _Record | None):
+        self.record: _Record = record or {}
         self.numbers: list[int] = []
-        self.is_rebuilt = False
-        self.assembled: dict[int, int] = {}
         self.damage: str | None = "it is not there"
-        if held is None:
-            return
-        self.record, self.slot = held
-        try:
-            self.numbers = client.fetch(self.slot)
-            self.damage = _damage_in_memory(self.record, self.numbers, self.assembled)
-        except ConnectionError as error:
-            self.damage = str(error)
-
-    def replace(self, rebuilt: parity.Rebuilt, row: MemoryFile, length: int) -> None:
-        self.close()
-        self.record = {**rebuilt.record, parity.NAME: {"files": [[row.nbytes, row.checksum]], "length": length}}
-        self.is_rebuilt, self.numbers = True, [file.number for file in (*rebuilt.files, row)]
-        self.damage = _damage_in_memory(self.record, self.numbers, self.assembled)
+        if record is not None:
+            try:
+                self.numbers = client.fetch(record["sequence"])
+                self.damage = _damage_in_memory(record, self.numbers)
+            except ConnectionError as error:
+                self.damage = str(error)
 
     def close(self) -> None:
-        for number in [*self.numbers, *self.assembled.values()]:
+        for number in self.numbers:
             os.close(number)
-        self.numbers, self.assembled = [], {}
+        self.numbers = []
 
 
-def _rebuild(own: _Held, lost: int, length: int, ranks: Ranks) -> str:
+def _found_in_memory(
+    client: SnapshotClient, record: _Record | None, step: int, links: Path, ranks: Ranks
+) -> Found | None:
+    own = ranks.each(lambda: _Part(client, record))
+    verdicts = ranks.gather((own.damage, own.record.get(parity.NAME)))
+    lost = {rank: damage for rank, (damage, _) in enumerate(verdicts) if damage is not None}
+    reasons = ", ".join(damage if ranks.count == 1 else f"{damage} (rank {rank})" for rank, damage in lost.items())
+    described = next((description for _, description in verdicts if description is not None), None)
+    is_rebuilt = False
+    if len(lost) == 1 and described is not None:
+        logger.warning(
+            "The snapshot of step %d in memory is damaged and rebuilt from those of the other ranks: %s.", step, reasons
+        )
+        is_rebuilt = ranks.number in lost
+        reasons = _rebuild(own, next(iter(lost)), described["length"], ranks)
+    if reasons:
+        own.close()
+        logger.warning("The snapshot of step %d in memory is damaged and skipped: %s.", step, reasons)
+        return None
+    shutil.rmtree(links, ignore_errors=True)
+    links.mkdir(parents=True, mode=0o700)
+    for (name, _, _), number in zip(own.record["files"], own.numbers, strict=False):
+        (links / name).symlink_to(f"/proc/self/fd/{number}")
+    return Found(own.record, links, own.numbers, is_rebuilt)
+
+
+def _rebuild(own: _Part, lost: int, length: int, ranks: Ranks) -> str:
     """Have the rank that has lost its part get it again. Returns why that was not possible."""
     stream, row = None, None
     if ranks.number != lost:
@@ -193,93 +262,53 @@ def _rebuild(own: _Held, lost: int, length: int, ranks: Ranks) -> str:
     try:
         made = parity.rebuild(ranks, lost, length, stream, row)
         if made is not None:
-            own.replace(*made, length)
+            own.close()
+            own.record, own.numbers = made
+            own.damage = _damage_in_memory(own.record, own.numbers)
     except OSError as error:
         own.damage = str(error)
     return next((damage for damage in ranks.gather(own.damage) if damage is not None), "")
 
 
-def _found_on_disk(record: dict[str, Any], folder: Path, ranks: Ranks) -> Found | None:
+def _damage_in_memory(record: _Record, numbers: Sequence[int]) -> str | None:
+    listed = [*record["files"], *([parity.NAME, *each] for each in record.get(parity.NAME, {}).get("files", ()))]
+    if len(numbers) != len(listed):
+        return f"{len(listed)} files were taken, and {len(numbers)} are there"
+    damages = ((name, damage_of(number, *each)) for (name, *each), number in zip(listed, numbers, strict=True))
+    return next((f"{name} {damage}" for name, damage in damages if damage is not None), None)
+
+
+# -- on disk ---------------------------------------------------------------------------------------------------------------
+
+
+def _listed_on_disk(directory: Path | None, run: str | None) -> dict[int, tuple[_Record, Path]]:
+    """Snapshots of ``run``, or else of the run that wrote there last, by their sequence."""
+    last = None if directory is None else disk.read_record(directory / disk.RUN_FILE)
+    if directory is None or last is None:
+        return {}
+    _check_format(last, f"in {directory}")
+    records = ((disk.read_record(path / disk.RECORD_FILE), path) for path in directory.glob(f"{disk.PREFIX}*"))
+    wanted = run or last["run"]
+    return {record["sequence"]: (record, path) for record, path in records if record and record["run"] == wanted}
+
+
+def _found_on_disk(record: _Record, folder: Path, ranks: Ranks) -> Found | None:
     """One that the first rank finds whole, and all can read."""
     damage = ranks.first(lambda: damage_on_disk(record, folder))
-    if damage is None:
-        damage = next(
-            (each for each in ranks.gather(None if folder.is_dir() else f"{folder} is not there") if each), None
-        )
+    there = ranks.gather(None if folder.is_dir() else f"{folder} is not there")
+    damage = damage or next((each for each in there if each), None)
     if damage is None:
         return Found(record, folder)
     logger.warning("The snapshot of step %d in %s is damaged and skipped: %s.", record["step"], folder, damage)
     return None
 
 
-def _on_disk(directory: Path | None, run: str | None, training: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Those of ``run``, or else of the run that wrote there last, if it is of this ``training``."""
-    if directory is None:
-        return
-    last = disk.read_record(directory / disk.RUN_FILE)
-    if last is None:
-        return
-    _check_format(last.get("format"), f"in {directory}")
-    for path in directory.glob(f"{disk.PREFIX}*"):
-        record = disk.read_record(path / disk.RECORD_FILE)
-        if record is None:
-            continue
-        if record["training"] != training:
-            logger.warning("The snapshot of step %d in %s is of another training, and not taken.", record["step"], path)
-        elif record["run"] == (run or last["run"]):
-            yield path, record
-
-
-def _check_format(found: Any, where: str) -> None:
-    if found != disk.FORMAT:
-        raise SnapshotError(
-            f"The snapshots {where} are of format {found}, and this version of hf_offload reads {disk.FORMAT}: resume "
-            "with the version that took them, or start from the beginning without resume_from_checkpoint."
-        )
-
-
-def _damage_in_memory(record: dict[str, Any], numbers: list[int], assembled: dict[int, int]) -> str | None:
-    """What is wrong with it. What lacks ranges that are on drives is assembled on the way."""
-    listed = [*record["files"], *([parity.NAME, *each] for each in record.get(parity.NAME, {}).get("files", ()))]
-    count = len(listed) + (1 + record[disk.KEPT]["sources"] if disk.KEPT in record else 0)
-    if len(numbers) != count:
-        return f"{count} files were taken, and {len(numbers)} are there"
-    ranges, damage = layout.layout_of(record, numbers)
-    if damage is not None:
-        return damage
-    for place, ((name, nbytes, checksum), number) in enumerate(zip(listed, numbers, strict=False)):
-        if place in ranges:
-            try:
-                number = assembled[place] = layout.assembled(record, numbers, ranges, place)
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.EACCES, errno.EROFS):
-                    raise SnapshotError(
-                        f"The snapshot of step {record['step']} has state on a drive, which cannot be gathered in "
-                        f"{record[disk.KEPT]['directory']}: {error}. Make room for {format_bytes(nbytes)} there."
-                    ) from error
-                return f"{name} cannot be read from the drive: {error}"
-        damage = damage_of(number, nbytes, checksum, layout.ranges_of(ranges, place))
-        if damage is not None:
-            return f"{_damaged_part(number, nbytes) if name == disk.SMALL_FILES else name} {damage}"
-    return None
-
-
-def _damaged_part(number: int, nbytes: int) -> str:
-    """The name of the small file that is damaged, if one is."""
-    with contextlib.suppress(OSError, ValueError, struct.error):
-        for name, begin, count, checksum in disk.small_files(number, nbytes):
-            if xxhash.xxh3_64_intdigest(os.pread(number, count, begin)) != checksum:
-                return name
-    return "the list of small files"
-
-
-def damage_on_disk(record: dict[str, Any], folder: Path) -> str | None:
+def damage_on_disk(record: Mapping[str, Any], folder: Path) -> str | None:
     """What is wrong with the files that a snapshot's record lists, in words."""
-    for place, (name, nbytes, checksum) in enumerate(record["files"]):
-        ranges = [(begin, count) for number, begin, count in record.get(disk.RANGES, ()) if number == place]
+    for name, nbytes, checksum in record["files"]:
         try:
             with (folder / name).open("rb") as file:
-                damage = damage_of(file.fileno(), nbytes, checksum, ranges)
+                damage = damage_of(file.fileno(), nbytes, checksum)
         except OSError as error:
             damage = f"cannot be read: {error}"
         if damage is not None:
@@ -287,9 +316,8 @@ def damage_on_disk(record: dict[str, Any], folder: Path) -> str | None:
     return None
 
 
-def snapshot_on_disk(folder: Path, count: int) -> Found | None:
-    """The snapshot in ``folder`` that was named, of ``count`` processes; None if it is another checkpoint, or of another
-    version or number of processes: then it is one like any other.
+def named_snapshot(folder: Path, count: int) -> Found | None:
+    """The snapshot in ``folder``, of ``count`` processes; None if it is another checkpoint, which is one like any other.
 
     Raises :class:`~hf_offload.errors.SnapshotError` if it is damaged.
     """
@@ -301,26 +329,3 @@ def snapshot_on_disk(folder: Path, count: int) -> Found | None:
         raise SnapshotError(f"The snapshot in {folder} is damaged: {damage}. Resume from another one.")
     is_known = record["format"] == disk.FORMAT and record["ranks"] == count and "trainer" in record
     return Found(record, folder) if is_known else None
-
-
-def _linked(folder: Path, record: dict[str, Any], numbers: list[int], kept: dict[int, int]) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, mode=0o700)
-    for (name, nbytes, _), number in zip(record["files"], numbers, strict=False):
-        if name == disk.SMALL_FILES:
-            _unpack(folder, number, nbytes, kept)
-        else:
-            (folder / name).symlink_to(f"/proc/self/fd/{number}")
-    return folder
-
-
-def _unpack(folder: Path, source: int, nbytes: int, kept: dict[int, int]) -> None:
-    """Small files are copied. What turns out to be larger stays in memory: its file is added to those that are ``kept``."""
-    for place, (name, begin, count, _) in enumerate(disk.small_files(source, nbytes)):
-        if count > _SMALL_BYTES:
-            number = kept[-1 - place] = os.memfd_create("hf_offload-snapshot", os.MFD_CLOEXEC)
-            disk.copy(number, source, begin, count)
-            (folder / name).symlink_to(f"/proc/self/fd/{number}")
-        else:
-            with (folder / name).open("xb") as file:
-                disk.copy(file.fileno(), source, begin, count)

@@ -1,4 +1,4 @@
-"""What a snapshot holds of a model: its weights and buffers, or of a model of peft its adapter alone."""
+"""What a snapshot holds of a model: its weights and buffers, or of a model of PEFT its adapter alone."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,6 @@ from hf_offload.errors import OffloadConfigError, SnapshotError
 from hf_offload.snapshots import contents
 from hf_offload.state.registry import parked_of
 from hf_offload.state.storages import moves
-from hf_offload.storage.kept import Kept
 
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -23,7 +22,7 @@ class ModelWeights:
     """The weights of one model, by the names that a checkpoint has for them.
 
     Attributes:
-        model: It.
+        model: The model.
         file: The file's name in a checkpoint.
     """
 
@@ -43,12 +42,12 @@ class ModelWeights:
         return any(moves(one) and parked_of(one) is not None for one in self.model.parameters())
 
     def tensors(self, copy_buffers: bool = False) -> dict[str, Tensor]:
-        """Each by its name; with ``copy_buffers``, a copy of those that a forward may change. What leaves memory between
-        uses is the parameter itself, which comes when it is read.
+        """Each by its name; with ``copy_buffers``, a copy of buffers, which a forward may change. A weight that leaves memory
+        between uses is the parameter itself, which comes when it is read.
         """
         found: dict[str, Tensor] = self._adapter() if self._is_adapted else self.model.state_dict(keep_vars=True)
-        if self._ties():
-            found = contents.without_twins(found)
+        if self._is_adapted or hasattr(self.model, "tie_weights"):  # they are tied again when it is loaded
+            found = _without_twins(found)
         for name in getattr(self.model, "_keys_to_ignore_on_save", None) or ():
             found.pop(name, None)
         if copy_buffers:
@@ -56,14 +55,14 @@ class ModelWeights:
             found = {name: one.clone() if id(one) in buffers else one for name, one in found.items()}
         return found
 
-    def check(self, folder: Path, expected: Any, what: str, file: str | None = None) -> None:
+    def check(self, folder: Path, expected: Any, what: str, file: str) -> None:
         """Raise :class:`~hf_offload.errors.SnapshotError` with the name of a weight, unless ``expected`` is the fingerprint
-        of this model. ``what`` names the snapshot that is in ``folder``, under the name ``file`` if it has another one there.
+        of this model. ``what`` names the snapshot, whose weights are in ``folder / file``.
         """
         layout = contents.layout_of(self.tensors())
         if contents.fingerprint(layout) == expected:
             return
-        there = _layout_in(folder, file or self.file)
+        there = _layout_in(folder / file)
         name = next((name for name in {**layout, **there} if layout.get(name) != there.get(name)), "the file")
         raise SnapshotError(
             f"{what} is of another model: {name} is {there.get(name, 'not')} there and {layout.get(name, 'not')} here. "
@@ -74,40 +73,35 @@ class ModelWeights:
         """Load a file with this layout, tensor by tensor."""
         from safetensors import safe_open
 
-        here = self.tensors()
         with safe_open(path, "pt") as file, torch.no_grad():
-            for name, tensor in here.items():
+            for name, tensor in self.tensors().items():
                 tensor.copy_(file.get_tensor(name))
-
-    def _ties(self) -> bool:
-        """Whether a checkpoint of it has tied weights once: models of transformers tie them again."""
-        return hasattr(self.model, "tie_weights") or self._is_adapted
 
     def _adapter(self) -> dict[str, Tensor]:
         from peft import get_peft_model_state_dict
 
         model: Any = self.model
-        state = model.state_dict(keep_vars=True)
+
+        def found(saves_embeddings: Any) -> dict[str, Tensor]:
+            state = model.state_dict(keep_vars=True)
+            return dict(get_peft_model_state_dict(model, state, _ADAPTER, save_embedding_layers=saves_embeddings))
+
         if self._saves_embeddings is None:  # found out once: it may look for files of the model
-            found = get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=_ADAPTER)
-            fewest = get_peft_model_state_dict(
-                model, state_dict=dict(state), adapter_name=_ADAPTER, save_embedding_layers=False
-            )
-            self._saves_embeddings = len(found) > len(fewest)
-            return dict(found)
-        return dict(
-            get_peft_model_state_dict(
-                model, state_dict=state, adapter_name=_ADAPTER, save_embedding_layers=self._saves_embeddings
-            )
-        )
+            self._saves_embeddings = len(found("auto")) > len(found(False))
+        return found(self._saves_embeddings)
 
 
-def left_on_drives(tensors: Mapping[str, Tensor], kept: Kept | None) -> dict[str, Tensor]:
-    """``tensors``, with placeholders of ``kept`` for those whose drives have their bytes in the order of their elements."""
-    found = dict(tensors)
-    if kept is not None:
-        in_order = {name: one for name, one in found.items() if moves(one) and one.is_contiguous()}
-        found |= contents.left_on_drives(in_order, kept)
+def _without_twins(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each tensor once, by the first of its names: a file of safetensors has no place for tied weights."""
+    seen: set[Any] = set()
+    found = {}
+    for name, tensor in weights.items():
+        key: Any = id(tensor)  # not the address of a weight that leaves memory: it would stay once that is known
+        if not (isinstance(tensor, nn.Parameter) and parked_of(tensor) is not None):
+            key = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        if key not in seen or not tensor.numel():
+            found[name] = tensor
+        seen.add(key)
     return found
 
 
@@ -125,11 +119,11 @@ def _check_adapter(model: Any) -> None:
         raise OffloadConfigError(f"{problem} {_REFUSED}")
 
 
-def _layout_in(folder: Path, name: str) -> dict[str, list[Any]]:
+def _layout_in(path: Path) -> contents.Layout:
     from safetensors import safe_open
 
-    if not (folder / name).exists():
+    if not path.exists():
         return {}
-    with safe_open(folder / name, "pt") as file:
+    with safe_open(path, "pt") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is not a mapping
         return {name: [one.get_dtype(), list(one.get_shape())] for name, one in slices.items()}

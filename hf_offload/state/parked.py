@@ -30,7 +30,7 @@ from hf_offload.state.contexts import outside, unseen
 from hf_offload.state.parts import Parts
 from hf_offload.state.storages import bytes_of, digest_of, storage_of, swap_pointer
 from hf_offload.state.uses import Uses
-from hf_offload.storage.kept import KeptRange, KeptSlot
+from hf_offload.storage.kept import KeptSlot
 from hf_offload.storage.store import HeldSlot, Slab, Store, whole_pages
 
 _RETRIES = 3
@@ -93,14 +93,12 @@ class Parked(guard.Debt):
         self._may_differ = False  # it may have been written to without a new version
         self._is_clean = False  # the slot has the bytes of this version
         self._digest = b""  # of memory with the bytes of the slot, if it is known
-        self._range_digests: dict[tuple[int, int], bytes] = {}  # of ranges of the slot, if they are known
         self._slab: Slab | None = None  # that the storage points to, or whose bytes are being written
         self._write: Future[None] | None = None
         self._read: tuple[Slab, Future[None]] | None = None
         self._read_version: tuple[int, ...] = ()  # when the read began
         self._former: list[HeldSlot] = []  # which the storage points to until the present one has all bytes
         self._kept: list[KeptSlot] = []  # who holds the slot: what is written next goes to another one
-        self._is_private = False  # the mapping, which may have been written to
         self._stream: Any = None if self.on_host else torch.accelerator.current_stream(self._device)  # its memory's
         self.add(tensor)
         registry.tell(storage)
@@ -190,9 +188,8 @@ class Parked(guard.Debt):
     # -- leaving ----------------------------------------------------------------------------------------------------------
 
     @signals_deferred
-    def leave(self, must: bool = False) -> bool:
-        """Begin to leave memory, and write what has changed. False if it stays; if it ``must`` not for want of room,
-        :class:`~hf_offload.errors.TierFullError` is raised.
+    def leave(self) -> bool:
+        """Begin to leave memory, and write what has changed. False if it stays.
 
         On a CPU, the bytes are in memory until :meth:`Store.collect` finds that they were written.
         """
@@ -206,18 +203,15 @@ class Parked(guard.Debt):
         if may_be_same and self.on_host and not self._may_differ:
             self.depart(storage)
             return True
-        compares = self.compares or not self.on_host or self.store.storage.takes_digests
-        digest = digest_of(storage) if compares else b""
+        digest = digest_of(storage) if self.compares or not self.on_host else b""
         if may_be_same and digest and digest == self._digest:
             self.depart(storage)
             return True
-        if not self._reserve(storage, must):
+        if not self._reserve(storage):
             return False
         slab = self._in_slab(storage)
-        self._digest, self._range_digests = digest, {}
-        if self.store.storage.takes_digests and not self.on_host:
-            self._range_digests = {(0, self.nbytes): xxhash.xxh3_128_digest(slab.memory[: self.nbytes])}
-        self.version, self._is_clean, self.written = self.present_version(), False, object()
+        self._digest, self.version = digest, self.present_version()
+        self._is_clean, self.written = False, object()
         self._may_differ = self.on_host
         self._slab, self.where = slab, Where.LEAVING
         registry.note_on_the_way(self)
@@ -235,13 +229,13 @@ class Parked(guard.Debt):
             return True
         return self.leave()
 
-    def _reserve(self, storage: torch.UntypedStorage, must: bool = False) -> bool:
+    def _reserve(self, storage: torch.UntypedStorage) -> bool:
         """Have a slot to write to; otherwise, it stays."""
         if self.stays:
             return False
         if self.slot is None or self.is_kept:
             nbytes = whole_pages(self.nbytes)
-            slot = self.store.reserve(nbytes) if must else self.store.try_reserve(nbytes)
+            slot = self.store.try_reserve(nbytes)
             if slot is None:
                 self._stay()
                 return False
@@ -278,16 +272,15 @@ class Parked(guard.Debt):
     def depart(self, storage: torch.UntypedStorage) -> None:
         """The slot has the bytes: let go of the memory."""
         assert self.slot is not None
-        is_private = self.on_host and self.is_kept
         if self.on_host:
-            self._point(storage, self.mapped(is_private))
+            self._point(storage, self.mapped(private=False))
         else:
             self._empty(storage)
         slab, self._slab = self._slab, None
         if slab is not None:
             self.store.recycle(slab)
         self.free_former()
-        self.where, self._is_private = Where.AWAY, is_private
+        self.where = Where.AWAY
 
     def _point(self, storage: torch.UntypedStorage, memory: torch.UntypedStorage) -> None:
         swap_pointer(storage, memory)
@@ -302,7 +295,7 @@ class Parked(guard.Debt):
         self.wait_until_written()
         self.drop_reads()
         self._let_slot_go()
-        self.where, self.stays, self._is_private, self._slab = Where.HERE, True, False, None
+        self.where, self.stays, self._slab = Where.HERE, True, None
         self._address = storage.data_ptr()
         for tensor in self.tensors:
             guard.lift(tensor, self)
@@ -373,30 +366,30 @@ class Parked(guard.Debt):
         with torch._C.DisableTorchFunctionSubclass():
             return tuple(tensor._version for tensor in self.tensors)
 
-    def take_parts(self, slot: HeldSlot | None, digests: dict[tuple[int, int], bytes]) -> None:
+    def take_parts(self, slot: HeldSlot | None) -> None:
         """All bytes were stored in parts: in the slot, or in another ``slot`` that it has from now on."""
         if slot is not None:
             self._former += [] if self.slot is None else [self.slot]
             self._kept.clear()
             self.slot = slot
-        self._digest, self._range_digests, self.version = b"", digests, self.present_version()
+        self._digest, self.version = b"", self.present_version()
         self._is_clean, self.is_new = True, False
 
     def note_part(self) -> None:
         """A part of its bytes in the slot is going to change."""
-        self._digest, self._range_digests, self.written = b"", {}, object()
+        self._digest, self.written = b"", object()
         for tensor in self.tensors:
             guard.put(tensor, self.parts)
 
     @property
     def can_be_read_in_parts(self) -> bool:
         """Whether the slot has the present bytes."""
-        return self.is_alive and self.is_away and not (self._is_private or self.is_new)
+        return self.is_alive and self.is_away and not self.is_new
 
     @property
     def takes_another_slot(self) -> bool:
         """Whether what is written next goes to another slot than the present one."""
-        return self.slot is None or self.is_kept or self._is_private
+        return self.slot is None or self.is_kept
 
     # -- coming -----------------------------------------------------------------------------------------------------------
 
@@ -447,7 +440,7 @@ class Parked(guard.Debt):
                 self._slab = None
         self.free_former()
         self.parts.rescued.clear()
-        self.where, self._is_private = Where.HERE, False
+        self.where = Where.HERE
         self.version = self.present_version()
         for tensor in self.tensors:
             guard.lift(tensor, self)
@@ -489,11 +482,6 @@ class Parked(guard.Debt):
         self.stays = True
 
     def _loaded(self, storage: torch.UntypedStorage) -> Slab:
-        if self._is_private:
-            slab = self.store.new_slab(self.nbytes)
-            slab.content[: self.nbytes].copy_(bytes_of(storage))
-            self._is_clean = digest_of(storage) == self._digest
-            return slab
         if self._read_version != self.present_version():  # a module before has written to the mapping (MoCo's momentum)
             self.drop_read()
         read, self._read = self._read, None
@@ -538,38 +526,14 @@ class Parked(guard.Debt):
             self.store.recycle(self._read[0])
             self._read = None
 
-    # -- snapshots --------------------------------------------------------------------------------------------------------
+    # -- copies of state dicts ----------------------------------------------------------------------------------------------
 
-    def keep(self) -> list[KeptRange]:
-        """Hold the bytes where they are on a drive: what is written next goes to another slot. Nothing where they are not
-        there, or others may write to them.
-
-        Raises :class:`~hf_offload.errors.TierFullError` where the drive has no room for them, and ``OSError``.
-        """
-        if self._is_private:
-            self.come()  # which shows whether it was written to
-        was_here = self.where is Where.HERE
-        kept = self.hold() if self.is_alive and self.be_away(must=True) and not self.is_held else None
-        storage = self._storage()
-        if kept is None or storage is None:
-            return []
-        whole = (0, self.nbytes)
-        if not self.on_host:
-            digests: dict[tuple[int, int], bytes] = self._range_digests
-            return [KeptRange(kept, begin, end, digests.get((begin, end))) for begin, end in sorted(digests) or [whole]]
-        if not (was_here and self._digest):  # others may have written to the mapping
-            self._digest = kept.digest(*whole)
-        if not self._is_private:
-            self._point(storage, self.mapped(private=True))
-            self._is_private = True
-        return [KeptRange(kept, *whole, self._digest)]
-
-    def be_away(self, must: bool = False) -> bool:
+    def be_away(self) -> bool:
         """Leave as :meth:`leave` does. Whether the slot has the bytes now."""
         self.wait_until_written()
         self.parts.wait()
         if self.where is Where.HERE and not self.stays:
-            self.leave(must)
+            self.leave()
             self.wait_until_written()
         return self.where is Where.AWAY and self.slot is not None and not self.parts.are_written
 
@@ -584,7 +548,7 @@ class Parked(guard.Debt):
     @property
     def is_kept(self) -> bool:
         """Whether anybody holds the slot."""
-        return any(kept.is_needed for kept in self._kept)
+        return bool(self._kept)
 
     def has(self, written: object) -> bool:
         """Whether the bytes are still those of when :attr:`written` was this."""

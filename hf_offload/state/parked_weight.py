@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from hf_offload.state import guard
 from hf_offload.state.parked import Parked
 
 
@@ -11,15 +10,6 @@ class ParkedWeight(Parked):
     """The storage of a weight."""
 
     compares = True
-
-    def be_away(self, must: bool = False) -> bool:
-        """See :meth:`Parked.be_away`: with all updates."""
-        owed = [debt for tensor in self.tensors for debt in guard.debts_of(tensor) if debt is not self]
-        if owed:
-            self.wait_until_written()
-        for debt in owed:
-            debt.settle(unseen=False)
-        return super().be_away(must)
 
     def done(self) -> None:
         """See :class:`~hf_offload.state.guard.Debt`. Its unit lets it leave."""

@@ -5,7 +5,6 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import torch
-import xxhash
 
 from hf_offload.state import guard, registry
 from hf_offload.state.storages import bytes_of
@@ -32,7 +31,6 @@ class Parts(guard.Debt):
         self.rescued: dict[int, Slab] = {}
         self._target: HeldSlot | None = None  # of what is written, if not the same slot
         self._slot_changed = False  # the mapped one is not the one that was written
-        self._digests: dict[tuple[int, int], bytes] = {}  # of what is written
         self._is_open = False  # from the first store to the end
 
     @property
@@ -121,18 +119,14 @@ class Parts(guard.Debt):
         assert target is not None
         self._is_open = True
         parked.note_part()
-        if parked.store.storage.takes_digests and not parked.on_host:
-            end = min(begin + slab.nbytes, parked.nbytes)
-            self._digests[begin, end] = xxhash.xxh3_128_digest(slab.memory[: end - begin])
         future = parked.store.write(target.slot, slab, begin, lambda: parked.parts._written(begin))
         self._writes[begin] = slab, future
 
     def end(self) -> None:
         """All parts were stored."""
-        is_known = sum(last - first for first, last in self._digests) == self._parked.nbytes
-        self._parked.take_parts(self._target, self._digests if is_known else {})
+        self._parked.take_parts(self._target)
         self._slot_changed = self._slot_changed or self._target is not None
-        self._target, self._digests, self._is_open = None, {}, False
+        self._target, self._is_open = None, False
         self._ended()
 
     def _written(self, begin: int) -> None:

@@ -90,8 +90,6 @@ class DiskTier(QueuedTier):
     :class:`~hf_offload.errors.StandstillError` for one whose drive does not answer.
     """
 
-    may_keep = True
-
     def __init__(
         self,
         directories: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
@@ -169,7 +167,7 @@ class DiskTier(QueuedTier):
             if image is None or slot.freed or slot.writing:
                 return None
             self._room.hold(slot.pieces)
-            return KeptSlot(self._room, slot.pieces, image.lead, image.middle_bytes, image.tail)
+            return KeptSlot(self._room, slot.pieces)
 
     def map(self, slot: Slot, private: bool = False) -> torch.Tensor | None:
         assert isinstance(slot, DiskSlot)

@@ -31,7 +31,6 @@ class SpillTier(Tier):
         self.first = first
         self.then = then
         self.name = f"{first.name}+{then.name}"
-        self.may_keep = then.may_keep
         self.stats = TierStats()
         first.stats.wholes.append(self.stats)
         then.stats.wholes.append(self.stats)

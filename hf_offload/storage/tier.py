@@ -143,8 +143,6 @@ class Tier(abc.ABC):
 
     name: str
     stats: TierStats
-    may_keep = False
-    """Whether :meth:`keep` can hold a slot: whether it is on a drive, or a part of it is."""
     stall_limit_s: float = 120.0
     """How long transfers may run without one system call of theirs ending, before waiting for them is given up.
 

@@ -27,7 +27,7 @@ from transformers import Trainer, TrainerCallback, default_data_collator
 from transformers.utils import logging as transformers_logging
 
 from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
-from hf_offload.snapshots import ended
+from hf_offload.snapshots import retained
 from hf_offload.snapshots.client import SnapshotClient, address_of
 from hf_offload.snapshots.identity import known_training, training_of
 from tests.faults.killed import shared_memory
@@ -171,7 +171,7 @@ def in_child(folder: Path, directory: Path | None, kind: str) -> int:
                 trainer.train(resume_from_checkpoint=True)
                 result = result_of(trainer)
             torch.save(result, folder / "result")
-            ended.end_well()
+            retained.release()
             code = 0
         except BaseException:
             traceback.print_exc()

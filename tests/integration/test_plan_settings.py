@@ -79,12 +79,8 @@ def test_the_memory_of_snapshots_is_part_of_the_plan():
     assert tight.solution is None
     assert "Drop snapshot_steps, or snapshot_dir: then two are held" in tight.refusal
     on_drive = forecast(taken, steps, state="ssd", weights="ssd")
-    weights = sum(one.weight_bytes for one in on_drive.counted.weights.values())
-    assert on_drive.kept_bytes == 2 * (on_drive.counted.state_bytes + weights)
-    assert on_drive.counted.state_bytes > 0 < weights
-    assert on_drive.snapshots_bytes == two.snapshots_bytes - on_drive.kept_bytes > 0  # small weights
-    assert plain.hardware.room["ssd"] - on_drive.hardware.room["ssd"] == on_drive.kept_bytes
-    assert any("keep on the drive" in line for line in on_drive.remarks)
+    assert on_drive.snapshots_bytes == two.snapshots_bytes  # they are in memory, wherever weights and state are
+    assert on_drive.hardware.room["ssd"] == plain.hardware.room["ssd"]
     adapter = make_forecast(workload(steps, memory_mode="lora"), CARD)
     assert 0 < adapter.snapshots_bytes < 2 * adapter.counted.base_bytes
 

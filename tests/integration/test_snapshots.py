@@ -1,7 +1,6 @@
 """Snapshots of a Trainer: taken without a bit of difference, found again, and refused where they are not whole."""
 
 import contextlib
-import errno
 import itertools
 import json
 import logging
@@ -26,8 +25,8 @@ from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, TierF
 from hf_offload.errors import SnapshotError
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
 from hf_offload.integrations.extended_trainer import snapshots_of_training
-from hf_offload.snapshots import contents, ended, process
 from hf_offload.snapshots import disk as on_disk
+from hf_offload.snapshots import process, retained
 from hf_offload.snapshots.client import SnapshotClient
 from hf_offload.snapshots.memory import MemoryFile
 from hf_offload.storage.service import storage_of
@@ -85,13 +84,14 @@ def resumed(folder, callbacks=(), **others):
 
     trainer.add_callback(Begins())
     trainer.train(resume_from_checkpoint=True)
-    ended.end_well()
+    retained.release()
+    retained._here().ended.clear()  # the next training is one of another process
     return begun[0], result_of(trainer)
 
 
 def steps_held(folder):
     held = held_by(folder)
-    return None if held is None else sorted(each["record"]["step"] for each in held["snapshots"])
+    return None if held is None else sorted(each["step"] for each in held["snapshots"])
 
 
 def files_of(pid):
@@ -104,10 +104,10 @@ def files_of(pid):
     return found
 
 
-def flip(path, begin=0, count=None):
-    """A bit in the middle of a file, or of some bytes of it."""
+def flip(path):
+    """A bit in the middle of a file."""
     with path.open("r+b") as file:
-        file.seek(begin + (path.stat().st_size if count is None else count) // 2)
+        file.seek(path.stat().st_size // 2)
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
@@ -122,7 +122,7 @@ def test_a_training_with_snapshots_has_the_bits_of_one_without_and_leaves_nothin
     trainer.train()
     assert same(whole, result_of(trainer))
     assert steps_held(tmp_path / "run") == [STEPS]  # for what comes after it
-    ended.end_well()
+    retained.release()
     assert processes_of_test() <= before
     assert [path.name for path in (tmp_path / "run").iterdir()] == [on_disk.MARK_FILE]
 
@@ -269,107 +269,14 @@ def on_a_drive(folder, params="none", **others):
     }
 
 
-def no_page_in_memory(number, begin, end):
-    """Whether no whole page of these bytes of a file in memory takes memory."""
-    page = os.sysconf("SC_PAGESIZE")
-    first, last = -(-begin // page) * page, end // page * page
-    try:
-        return first >= last or os.lseek(number, first, os.SEEK_DATA) >= last
-    except OSError as error:
-        return error.errno == errno.ENXIO  # nothing but holes follows
-
-
-def kept_by(folder):
-    """Bytes of the newest snapshot in memory, and its ranges on a drive, each with its place: the number of the snapshot's
-    file, that of the drive's, first byte, length.
-    """
-    held = held_by(folder)
-    newest = max(held["snapshots"], key=lambda each: each["record"]["step"])
-    client = SnapshotClient.connect(address_in(folder), start=False)
-    with contextlib.closing(client):
-        assert "refused" not in client.ask("join")
-        numbers = client.fetch(newest["slot"])
-    places = []
-    for of, each in on_disk.layout_in(newest["record"], numbers).items():
-        for begin, _, spans in each:
-            for drive, offset, count in spans:
-                if drive >= 0:
-                    assert no_page_in_memory(numbers[of], begin, begin + count)
-                    file = numbers[len(newest["record"]["files"]) + 1 + drive]
-                    places.append((of, os.open(f"/proc/self/fd/{file}", os.O_RDWR), offset, count))
-                begin += count
-    in_memory = sum(os.fstat(number).st_blocks * 512 for number in numbers[: len(newest["record"]["files"])])
-    for number in numbers:
-        os.close(number)
-    return in_memory, places
-
-
 @pytest.mark.parametrize("params", ["none", "ssd"])
-def test_what_is_on_a_drive_is_kept_there(whole, tmp_path, params):
+def test_what_is_on_a_drive_is_copied(whole, tmp_path, params):
     others = on_a_drive(tmp_path, params)
-    trainer = dies_at(15, tmp_path / "run", **others)
-    in_memory, places = kept_by(tmp_path / "run")
-    state = trainer.optimizer.state_dict()["state"].values()
-    large = sum(tensor.nbytes for one in state for tensor in contents.tensors_in(one) if tensor.nbytes >= 4096)
-    weights = sum(weight.nbytes for weight in trainer.model.parameters())
-    assert large * 0.9 < sum(count for of, _, _, count in places if of != 0) <= large
-    if params == "none":
-        assert weights < in_memory < weights + large  # small things, and pages that are not whole
-    else:  # what is not whole blocks of the drive
-        assert weights * 0.9 < sum(count for of, _, _, count in places if of == 0) <= weights
+    dies_at(15, tmp_path / "run", **others)
     begun, found = resumed(tmp_path / "run", **others)
     assert begun == 12
     assert same(whole, found)
     assert list((tmp_path / "tier").iterdir()) == []
-
-
-def test_what_is_kept_on_a_drive_is_of_the_step_and_free_again_later(tmp_path):
-    """However many snapshots there are, the drive holds state and weights of two, and those that are used."""
-    used = []
-
-    class Looks(TrainerCallback):
-        def on_step_begin(self, args, state, control, model=None, **kwargs):
-            accounts = storage_of(model).accounts
-            used.append(sum(accounts[name]["ssd"].used_bytes for name in ("optimizer state", "weights")))
-            room = next(iter(storage_of(model)._rooms.values()))
-            most.append(room.used_bytes)
-
-    most = []
-    trainer = trainer_in(tmp_path / "run", True, [Looks()], **{**SHORT, **on_a_drive(tmp_path, "ssd")})
-    trainer.train()
-    assert 2 * used[-1] < most[-1] <= 4 * used[-1]
-    assert max(most) <= 4 * max(used)
-
-
-def test_mezo_s_weights_on_a_drive_are_kept_there(tmp_path):
-    mezo = {**SHORT, "memory_mode": "mezo", "max_grad_norm": 0.0}
-    trainer = trainer_in(tmp_path / "whole", False, **mezo)
-    trainer.train()
-    expected = result_of(trainer)
-    others = {**on_a_drive(tmp_path, "ssd"), **mezo}
-    others.pop("offload_optimizer")
-    trainer = dies_at(15, tmp_path / "run", **others)
-    _, places = kept_by(tmp_path / "run")
-    weights = sum(weight.nbytes for weight in trainer.model.parameters())
-    assert weights * 0.9 < sum(count for _, _, _, count in places) <= weights
-    begun, found = resumed(tmp_path / "run", **others)
-    assert begun == 12
-    assert same(expected, found)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
-def test_a_damaged_byte_on_a_drive_is_noticed_and_the_snapshot_before_is_taken(whole, tmp_path, caplog, name):
-    others = on_a_drive(tmp_path, "ssd")
-    dies_at(15, tmp_path / "run", **others)
-    of = ["model.safetensors", "optimizer.pt"].index(name)
-    _, file, offset, count = next(place for place in kept_by(tmp_path / "run")[1] if place[0] == of)
-    byte = os.pread(file, 1, offset + count // 2)
-    os.pwrite(file, bytes([byte[0] ^ 1]), offset + count // 2)
-    with caplog.at_level(logging.WARNING):
-        begun, found = resumed(tmp_path / "run", **others)
-    assert f"step 12 in memory is damaged and skipped: {name} does not match its checksum" in caplog.text
-    assert begun == 8
-    assert same(whole, found)
 
 
 def test_a_checkpoint_of_what_is_on_a_drive_is_one_of_the_trainer(whole, tmp_path):
@@ -384,39 +291,6 @@ def test_a_checkpoint_of_what_is_on_a_drive_is_one_of_the_trainer(whole, tmp_pat
     begun, found = resumed(tmp_path / "run", **others)
     assert begun == 8
     assert same(whole, found)
-
-
-def test_another_snapshot_process_gets_what_is_on_a_drive(whole, tmp_path):
-    others = on_a_drive(tmp_path, "ssd")
-
-    class Kills(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 13:
-                os.kill(held_by(tmp_path / "run")["pid"], signal.SIGKILL)
-                until(lambda: held_by(tmp_path / "run") is None)
-
-    dies_at(15, tmp_path / "run", [Kills()], **others)
-    assert steps_held(tmp_path / "run") == [8, 12]
-    begun, found = resumed(tmp_path / "run", **others)
-    assert begun == 12
-    assert same(whole, found)
-
-
-@pytest.mark.parametrize("kind", ["state", "weights"])
-def test_a_drive_without_room_for_what_is_kept_is_an_error_at_the_first_snapshot(tmp_path, kind):
-    sizes = []
-
-    class Looks(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            sizes.append(next(iter(storage_of(model)._rooms.values())).used_bytes)
-
-    on_drive = on_a_drive(tmp_path, "none" if kind == "state" else "ssd")
-    if kind == "weights":
-        on_drive.pop("offload_optimizer")
-    trainer_in(tmp_path / "sizes", False, [Looks()], **{**SHORT, "max_steps": 2, **on_drive}).train()
-    budget = int(1.05 * max(sizes))
-    with pytest.raises(SnapshotError, match=r"A snapshot keeps .*[Rr]aise disk_budget.* drop snapshot_steps"):
-        dies_at(15, tmp_path / "run", **on_drive, offload_disk_budget=str(budget))
 
 
 def test_a_snapshot_comes_before_a_checkpoint_that_is_little_newer_and_one_of_an_older_run(whole, tmp_path):
@@ -511,10 +385,13 @@ def test_the_last_snapshot_is_written_to_disk_though_the_one_before_still_is_whe
     thread.start()
     client = SnapshotClient.connect(address_in(tmp_path), start=False)
     client.ask("join")
-    client.ask("start", run="run", began=0.0, directory=str(tmp_path / "disk"), wait_s=1.0, slots=3)
+    run = {"format": on_disk.FORMAT, "run": "run", "training": "number", "output": "run"}
+    client.ask("start", **run, directory=str(tmp_path / "disk"), wait_s=1.0)
     for step in (4, 8):
-        slot = client.ask("begin", keep=None)["slot"]
-        client.ask("commit", slot=slot, record={"run": "run", "sequence": step, "step": step, "files": []})
+        assert client.ask("begin", keep=None)["held"] == (
+            [] if step == 4 else [4]
+        )  # its files are not to be written to
+        client.ask("commit", record={**run, "sequence": step, "step": step, "files": []})
         assert writes.wait(30)
     client.ask("done")
     goes_on.set()
@@ -595,14 +472,11 @@ def test_one_that_ends_before_the_first_step_takes_nothing_with_it(whole, tmp_pa
 def test_a_damaged_snapshot_in_memory_is_noticed_and_the_one_before_is_taken(whole, tmp_path, caplog, name):
     dies_at(15, tmp_path)
     held = held_by(tmp_path)
-    newest = max(held["snapshots"], key=lambda each: each["record"]["sequence"])
+    newest = max(held["snapshots"], key=lambda each: each["sequence"])
     client = SnapshotClient.connect(address_in(tmp_path), start=False)
     client.ask("join")
-    numbers = client.fetch(newest["slot"])
-    small = on_disk.small_files(numbers[-1], os.fstat(numbers[-1]).st_size)
-    listed = dict(zip([entry[0] for entry in newest["record"]["files"]], numbers, strict=True))
-    begin, count = next(((begin, count) for each, begin, count, _ in small if each == name), (0, None))
-    flip(Path(f"/proc/self/fd/{listed.get(name, numbers[-1])}"), begin, count)
+    numbers = client.fetch(newest["sequence"])
+    flip(Path(f"/proc/self/fd/{numbers[[entry[0] for entry in newest['files']].index(name)]}"))
     client.close()
     with caplog.at_level(logging.WARNING):
         begun, found = resumed(tmp_path)
@@ -880,8 +754,8 @@ GROUPED = (
     [
         ({"ignore_data_skip": True}, "other batches"),
         ({"dataloader_persistent_workers": True, "dataloader_num_workers": 1}, "persistent workers"),
-        (GROUPED, "grouped by length"),
-        ({"accelerator_config": {"use_seedable_sampler": False}}, "use_seedable_sampler=False"),
+        (GROUPED, "the sampler LengthGroupedSampler does not say what decides its order"),
+        ({"accelerator_config": {"use_seedable_sampler": False}}, "the sampler RandomSampler does not say"),
         ({"sampled_linear": {"ratio": 0.5, "probabilities": "gradient-cache"}}, "gradient-cache"),
     ],
 )
@@ -926,7 +800,7 @@ def test_an_adapter_goes_on_to_the_same_bits_without_a_copy_of_its_base(tmp_path
     expected = trains(tmp_path / "whole", False)
     with pytest.raises(KeyboardInterrupt):
         trains(tmp_path / "run", True, [Dies(15)])
-    sizes = {name: nbytes for name, nbytes, _ in held_by(tmp_path / "run")["snapshots"][0]["record"]["files"]}
+    sizes = {name: nbytes for name, nbytes, _ in held_by(tmp_path / "run")["snapshots"][0]["files"]}
     assert sizes["adapter_model.safetensors"] < 20_000
     assert "model.safetensors" not in sizes
     assert same(expected, trains(tmp_path / "run", True, resume=True))
@@ -978,6 +852,32 @@ def test_a_launched_script_is_started_again_and_goes_on(whole, tmp_path):
     assert done.stderr.count("It is started again") == 1
     assert (tmp_path / "steps").read_text().split() == [*map(str, range(1, 10)), *map(str, range(9, 31))]
     assert same(whole, torch.load(tmp_path / "result", weights_only=False))
+    assert held_by(tmp_path / "run") is None
+
+
+EXITS = """
+import sys
+from pathlib import Path
+from transformers import TrainerCallback
+from tests.faults.killed_snapshots import trainer_in
+
+class Notes(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        with open("steps", "a") as file:
+            file.write(f"{state.global_step} ")
+
+with open("starts", "a") as file:
+    file.write("x")
+trainer_in(Path("run"), True, [Notes()], max_steps=6).train()
+sys.exit(3 if Path("starts").read_text() == "x" else 0)
+"""
+
+
+def test_a_launched_script_that_fails_after_its_training_trains_nothing_again(tmp_path):
+    done = launched(tmp_path, EXITS, ["--restart-on-failure", "1"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "starts").read_text() == "xx"
+    assert (tmp_path / "steps").read_text().split() == [*map(str, range(1, 7))]
     assert held_by(tmp_path / "run") is None
 
 

@@ -10,11 +10,11 @@ from transformers import TrainerCallback
 
 from hf_offload import OffloadConfig, attach
 from hf_offload.errors import OffloadError, SnapshotError
-from hf_offload.snapshots.opening import LINKS
+from hf_offload.snapshots.restoring import LINKS
 from tests.faults.killed_snapshots import held_by, same, trainer_in
 from tests.helpers.snapshot_loops import Stops, net, trained
 from tests.helpers.snapshot_processes import end, no_process_is_left, until  # noqa: F401  a fixture
-from tests.helpers.tiny_models import ExampleDataset, tiny_model
+from tests.helpers.tiny_models import tiny_model
 
 
 class Holds:
@@ -37,16 +37,17 @@ class Own:
 @pytest.mark.parametrize(
     ("state", "named"),
     [
-        ({"best": np.float64(1.5)}, r"thing\.state_dict\(\)\['best'\] is a numpy\.float64"),
-        ({"a": [1, {"b": (2, Own())}]}, r"thing\.state_dict\(\)\['a'\]\[1\]\['b'\]\[1\] is a tests\..*\.Own"),
-        ({np.int64(3): 1}, r"thing\.state_dict\(\): its key np\.int64\(3\) is a numpy\.int64"),
-        ({"last": collections.deque([1])}, r"thing\.state_dict\(\)\['last'\] is a collections\.deque"),
-        (np.ones(3), r"thing\.state_dict\(\) is a numpy\.ndarray"),
-        ({"f": lambda: 0}, r"thing\.state_dict\(\)\['f'\] is a builtins\.function"),
+        ({"best": np.float64(1.5)}, "numpy"),
+        ({"a": [1, {"b": (2, Own())}]}, "Own"),
+        ({"last": collections.deque([1])}, "deque"),
+        (np.ones(3), "numpy|Can only build"),
+        ({"f": lambda: 0}, "lambda"),
     ],
 )
-def test_what_cannot_be_loaded_is_an_error_on_entering(tmp_path, state, named):
-    with pytest.raises(SnapshotError, match=rf"{named}, which torch\.load\(weights_only=True\) does not load"):
+def test_what_cannot_be_loaded_is_an_error_at_the_first_snapshot(tmp_path, state, named):
+    with pytest.raises(
+        SnapshotError, match=rf"^thing\.state_dict\(\) holds what torch\.load.* does not load.*({named}).*: let"
+    ):
         trained(tmp_path, objects={"thing": Holds(state)})
 
 
@@ -65,14 +66,14 @@ def test_what_can_be_loaded_is_held(tmp_path):
 @pytest.mark.parametrize("place", ["memory", "disk"])
 def test_hundreds_of_objects_are_held_and_take_few_descriptors(tmp_path, place):
     settings = {"snapshot_dir": str(tmp_path / "disk")}
-    large = {"average": torch.arange(400_000.0)}  # more than is copied to the output directory
+    large = {"average": torch.arange(400_000.0)}
     states = [large, *({"number": number} for number in range(300))]
     with pytest.raises(Stops):
         trained(
             tmp_path / "run", 5, objects={f"n{place}": Holds(state) for place, state in enumerate(states)}, **settings
         )
     held = held_by(tmp_path / "run")
-    assert len(held["snapshots"][0]["record"]["files"]) == 3  # weights, optimizer, and the rest
+    assert len(held["snapshots"][0]["files"]) == 5  # weights, optimizer, generators, position, and the rest
     if place == "disk":
         until(lambda: (tmp_path / "disk" / "checkpoint-4").exists())
         end({held["pid"]})
@@ -96,60 +97,38 @@ def test_what_cannot_be_loaded_later_is_a_warning_and_the_snapshot_before_stays(
     model = net()
     with pytest.raises(Stops):
         trained(tmp_path, 9, model=model, optimizer=Turns(model.parameters(), lr=0.1), objects={"thing": counted})
-    assert caplog.text.count("A snapshot was not taken: thing.state_dict()['best'] is a numpy.float64") == 2
-    assert sorted(each["record"]["step"] for each in held_by(tmp_path)["snapshots"]) == [2, 4]
+    assert caplog.text.count("A snapshot was not taken: thing.state_dict() holds what torch.load") == 2
+    assert sorted(each["step"] for each in held_by(tmp_path)["snapshots"]) == [2, 4]
 
 
-def test_options_of_an_optimizer_that_cannot_be_loaded_are_an_error_at_once(tmp_path):
+def test_options_of_an_optimizer_that_cannot_be_loaded_are_an_error_at_the_first_snapshot(tmp_path):
     model = net()
-    with pytest.raises(
-        SnapshotError, match=r"optimizer\.state_dict\(\)\['param_groups'\]\[0\]\['lr'\] is a numpy\.float64"
-    ):
+    with pytest.raises(SnapshotError, match=r"optimizer\.state_dict\(\) holds what .*numpy"):
         trained(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=np.float64(0.1)))
 
 
 def test_those_of_a_trainer_are_an_error_at_its_first_snapshot(tmp_path):
     trainer = trainer_in(tmp_path, True, max_steps=8)
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1, momentum=np.float64(0.9))
-    with pytest.raises(
-        SnapshotError, match=r"optimizer\.state_dict\(\)\['param_groups'\]\[0\]\['momentum'\] is a numpy"
-    ):
+    with pytest.raises(SnapshotError, match=r"optimizer\.state_dict\(\) holds what .*numpy"):
         trainer.train()
     assert trainer.state.global_step == 4
 
 
-# -- likeness --------------------------------------------------------------------------------------------------------------
+# -- of another training ---------------------------------------------------------------------------------------------------
 
 
-def trained_with(folder, optimizer=torch.optim.AdamW, stop=None, resume=False, schedule=False, **options):
+def trained_with(folder, optimizer=torch.optim.AdamW, stop=None, resume=False):
     model = net()
-    made = optimizer(model.parameters(), **options)
-    objects = {"schedule": torch.optim.lr_scheduler.LinearLR(made, 1.0, 0.1, 12)} if schedule else {}
-    return trained(folder, stop, resume=resume, model=model, optimizer=made, objects=objects)
+    return trained(folder, stop, resume=resume, model=model, optimizer=optimizer(model.parameters()))
 
 
 def test_another_class_of_optimizer_is_refused(tmp_path):
     with pytest.raises(Stops):
         trained_with(tmp_path, stop=5)
-    with pytest.raises(SnapshotError, match="has the state of another optimizer: it is AdamW there and Adafactor here"):
+    with pytest.raises(SnapshotError, match="is of another training: the optimizer is AdamW there and Adafactor here"):
         trained_with(tmp_path, torch.optim.Adafactor, resume=True)
     assert trained_with(tmp_path, resume=True)[0] == 4
-
-
-@pytest.mark.parametrize("schedule", [True, False])
-def test_other_options_of_an_optimizer_are_a_warning_and_those_of_the_snapshot_are_kept(tmp_path, caplog, schedule):
-    expected = trained_with(tmp_path / "whole", lr=0.1, schedule=schedule)[1]
-    with pytest.raises(Stops):
-        trained_with(tmp_path / "run", lr=0.1, stop=5, schedule=schedule)
-    with pytest.raises(Stops):
-        trained_with(tmp_path / "run", lr=0.1, stop=7, schedule=schedule, resume=True)
-    assert "other options" not in caplog.text
-    begun, found = trained_with(tmp_path / "run", lr=0.5, weight_decay=0.0, schedule=schedule, resume=True)
-    assert begun == 6
-    assert same(expected, found)
-    name = "initial_lr" if schedule else "lr"
-    assert "weight_decay is 0.01 there and 0.0 here" in caplog.text
-    assert f"{name} is 0.1 there and 0.5 here" in caplog.text
 
 
 class Dies(TrainerCallback):
@@ -158,23 +137,21 @@ class Dies(TrainerCallback):
             raise Stops
 
 
-def test_a_trainer_with_another_optimizer_is_refused_and_warned_of_another_rate(tmp_path, caplog):
+def test_a_trainer_with_another_optimizer_is_refused(tmp_path):
     with pytest.raises(Stops):
         trainer_in(tmp_path, True, [Dies()], max_steps=8).train()
-    with pytest.raises(SnapshotError, match="it is AdamW there and Adafactor here"):
+    with pytest.raises(SnapshotError, match="the optimizer is AdamW there and Adafactor here"):
         trainer_in(tmp_path, True, max_steps=8, optim="adafactor").train(resume_from_checkpoint=True)
-    trainer_in(tmp_path, True, max_steps=8, learning_rate=0.5).train(resume_from_checkpoint=True)
-    assert "initial_lr is 0.01 there and 0.5 here" in caplog.text
+    trainer_in(tmp_path, True, max_steps=8).train(resume_from_checkpoint=True)
 
 
-def test_state_that_moves_to_a_tier_is_that_of_the_same_optimizer(tmp_path, caplog):
+def test_state_that_moves_to_a_tier_is_that_of_the_same_optimizer(tmp_path):
     with pytest.raises(Stops):
         trainer_in(tmp_path, True, [Dies()], max_steps=8).train()
     others = {"offload_optimizer": "ram", "offload_min_bytes": "0"}
     with pytest.raises(Stops):
         trainer_in(tmp_path, True, [Dies()], max_steps=8, **others).train(resume_from_checkpoint=True)
     trainer_in(tmp_path, True, max_steps=8).train(resume_from_checkpoint=True)
-    assert "other options" not in caplog.text
 
 
 def test_a_model_with_another_config_is_refused_by_its_entry(tmp_path):
@@ -187,10 +164,10 @@ def test_a_model_with_another_config_is_refused_by_its_entry(tmp_path):
     with pytest.raises(Stops):
         trainer("gelu_new", [Dies()]).train()
     with pytest.raises(
-        SnapshotError, match="is of a model with another config: activation_function is 'gelu_new' there"
+        SnapshotError, match="activation_function of the GPT2LMHeadModel is 'gelu_new' there and 'relu'"
     ):
         trainer("relu").train(resume_from_checkpoint=True)
-    assert [each["record"]["step"] for each in held_by(tmp_path)["snapshots"]] == [4]
+    assert [each["step"] for each in held_by(tmp_path)["snapshots"]] == [4]
     trainer("gelu_new").train(resume_from_checkpoint=True)
 
 
@@ -203,7 +180,7 @@ def test_a_loop_of_a_model_with_another_config_is_refused(tmp_path):
     with pytest.raises(Stops), session_of("gelu_new") as snapshots:
         snapshots.end_step()
         raise Stops
-    with pytest.raises(SnapshotError, match="activation_function is 'gelu_new' there and 'relu' here"):
+    with pytest.raises(SnapshotError, match=r"activation_function of the .* is 'gelu_new' there and 'relu' here"):
         session_of("relu").__enter__()
 
 
@@ -215,61 +192,13 @@ def test_the_mean_loss_of_a_training_that_went_on_is_that_of_all_its_steps(tmp_p
     assert found.training_loss == found.metrics["train_loss"] == whole.training_loss
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"seed": 7}, "other data or batches: seed is 3 there and 7 here."),
-        ({"data_seed": 7}, "other data or batches: seed is 3 there and not here, data_seed is not there and 7 here."),
-        ({"per_device_train_batch_size": 4}, "per_device_train_batch_size is 2 there and 4 here"),
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 1 there and 2 here"),
-        ({"rows": 40}, "other data or batches: number of rows is 50 there and 40 here."),
-        ({"max_steps": 9}, "another schedule: max_steps is 8 there and 9 here."),
-        ({"lr_scheduler_type": "cosine"}, "another schedule: lr_scheduler_type is 'linear' there and 'cosine' here."),
-        ({"warmup_steps": 2}, "another schedule: warmup_steps is 0 there and 2 here."),
-        ({"save_steps": 9}, None),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_a_trainer_with_other_data_or_another_schedule_is_warned_of_by_name(trainer_that_died, caplog, changed, said):
-    changed = dict(changed)
-    trainer = trainer_in(
-        trainer_that_died,
-        True,
-        [Dies()],
-        max_steps=changed.pop("max_steps", 8),
-        **{name: value for name, value in changed.items() if name != "rows"},
-    )
-    if "rows" in changed:
-        trainer.train_dataset = ExampleDataset("gpt2", changed["rows"], seed=1)
-    with pytest.raises(Stops):
-        trainer.train(resume_from_checkpoint=True)
-    found = [each for each in caplog.messages if "was taken with" in each]
-    assert len(found) == (said is not None)
-    assert said is None or said in found[0]
-
-
-@pytest.fixture
-def trainer_that_died(tmp_path):
-    with pytest.raises(Stops):
-        trainer_in(tmp_path, True, [Dies()], max_steps=8).train()
-    return tmp_path
-
-
 def loader_of(rows, size):
     return torch.utils.data.DataLoader(torch.ones(rows, 4), batch_size=size)
 
 
-def test_a_loop_with_other_data_is_warned_of_by_name(tmp_path, caplog):
+@pytest.mark.parametrize(("rows", "size", "batches"), [(24, 3, 8), (6, 2, 3)])
+def test_a_loop_with_other_batches_is_refused(tmp_path, rows, size, batches):
     with pytest.raises(Stops):
         trained(tmp_path, 5, loader=loader_of(24, 2))
-    assert trained(tmp_path, resume=True, loader=loader_of(24, 3))[0] == 4
-    assert "number of batches is 12 there and 8 here, batch_size is 2 there and 3 here" in caplog.text
-
-
-def test_a_loop_with_fewer_data_than_a_snapshot_has_had_is_refused(tmp_path):
-    with pytest.raises(Stops):
-        trained(tmp_path, 5, loader=loader_of(24, 2))
-    with pytest.raises(
-        OffloadError, match=r"4 batches were had, and this loader has 3: resume with the data and batch size"
-    ):
-        trained(tmp_path, resume=True, loader=loader_of(6, 2))
+    with pytest.raises(OffloadError, match=f"is of epochs of 12 batches, and this loader has {batches}: resume with"):
+        trained(tmp_path, resume=True, loader=loader_of(rows, size))

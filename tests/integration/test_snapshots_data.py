@@ -1,224 +1,217 @@
-"""The order of the data after a resume is that of a run that never stopped, or the sampler is refused by its name."""
+"""The order of the data after a resume is that of a run that never stopped, or the loader is refused by name."""
 
-import random
+import itertools
 
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Sampler, WeightedRandomSampler
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import DataLoaderConfiguration
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import Trainer, TrainerCallback
 
-from hf_offload import OffloadConfigError, OffloadError
+from hf_offload import OffloadConfigError, OffloadError, OffloadPlugin
 from hf_offload.snapshots.positions import Position
 from tests.faults.killed_snapshots import result_of, same, trainer_in
 from tests.helpers.snapshot_loops import Stops, batches, trained
 from tests.helpers.snapshot_processes import no_process_is_left  # noqa: F401  a fixture
 
 ROWS = 12
-HIDDEN = random.Random(4)
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # which torchdata calls
 
 
-class Own(Sampler):
-    """Draws its order from a generator of its own."""
+class Stream(IterableDataset):
+    """Rows that nothing counts, which can go on where they were."""
 
-    def __init__(self, generator):
-        self.generator = None
-        self.draws = generator
+    def __init__(self):
+        self.had = 0
+
+    def __iter__(self):
+        for row in batches()[self.had :]:
+            self.had += 1
+            yield row
+        self.had = 0
+
+    def state_dict(self):
+        return {"had": self.had}
+
+    def load_state_dict(self, state):
+        self.had = state["had"]
+
+
+class Augmented:
+    """Rows that the process's generator changes."""
 
     def __len__(self):
         return ROWS
 
-    def __iter__(self):
-        if isinstance(self.draws, torch.Generator):
-            return iter(torch.randperm(ROWS, generator=self.draws).tolist())
-        order = list(range(ROWS))
-        self.draws.shuffle(order)
-        return iter(order)
+    def __getitem__(self, row):
+        return batches()[row] * torch.rand(())
 
 
-class Later(Own):
-    """Draws item by item."""
-
-    def __iter__(self):
-        for _ in range(ROWS):
-            yield int(torch.randint(ROWS, (), generator=self.draws))
+def generator():
+    return torch.Generator().manual_seed(3)
 
 
-class Counts(Own):
-    """Seeds itself by a count of its own."""
-
-    def __init__(self):
-        super().__init__(None)
-        self.rounds = 0
-
-    def __iter__(self):
-        self.rounds += 1
-        return iter(torch.randperm(ROWS, generator=torch.Generator().manual_seed(self.rounds)).tolist())
+def seeded_by_accelerate():
+    """As ``accelerator.prepare`` makes it with ``use_seedable_sampler=True``."""
+    loader = DataLoader(torch.cat(batches()), batch_size=2, shuffle=True)
+    return prepare_data_loader(loader, use_seedable_sampler=True, put_on_device=False)
 
 
-class OfItsModule(Own):
-    def __init__(self):
-        super().__init__(HIDDEN)
-        del self.draws
-
-    def __iter__(self):
-        order = list(range(ROWS))
-        HIDDEN.shuffle(order)
-        return iter(order)
-
-
-class InPlace(Own):
-    """Shuffles again what it has shuffled."""
-
-    def __init__(self):
-        super().__init__(random.Random(1))
-        self.order = list(range(ROWS))
-
-    def __iter__(self):
-        self.draws.shuffle(self.order)
-        return iter(list(self.order))
-
-
-class Wraps(Own):
-    """Has the order of another one."""
-
-    def __iter__(self):
-        return iter(self.draws)
-
-
-class Steps(Own):
-    """Is always the same."""
-
-    def __init__(self):
-        super().__init__(None)
-
-    def __iter__(self):
-        return iter(range(ROWS - 1, -1, -1))
-
-
-FOUND = {
-    "torch": lambda: Own(torch.Generator().manual_seed(3)),
-    "numpy": lambda: Own(np.random.default_rng(3)),
-    "other numpy": lambda: Own(np.random.Generator(np.random.SFC64(3))),
-    "old numpy": lambda: Own(np.random.RandomState(3)),
-    "python": lambda: Own(random.Random(3)),
-    "item by item": lambda: Later(torch.Generator().manual_seed(3)),
-    "count": Counts,
-    "inside": lambda: Wraps(Own(random.Random(3))),
-    "same": Steps,
-    "weights": lambda: WeightedRandomSampler(torch.rand(ROWS, generator=torch.Generator().manual_seed(5)), ROWS),
+LOADERS = {
+    "list": batches,
+    "in order": lambda: DataLoader(batches(), batch_size=None),
+    "shuffled": lambda: DataLoader(batches(), batch_size=None, shuffle=True),
+    "shuffled by a generator": lambda: DataLoader(batches(), batch_size=None, shuffle=True, generator=generator()),
+    "batches": lambda: DataLoader(torch.cat(batches()), batch_size=2, shuffle=True),
+    "weighted": lambda: DataLoader(
+        batches(), batch_size=None, sampler=WeightedRandomSampler(torch.ones(ROWS), ROWS, generator=generator())
+    ),
+    "subset": lambda: DataLoader(batches(), batch_size=None, sampler=SubsetRandomSampler(range(ROWS))),
+    "distributed": lambda: DataLoader(
+        batches(), batch_size=None, sampler=DistributedSampler(range(ROWS), num_replicas=1, rank=0)
+    ),
+    "seedable": seeded_by_accelerate,
+    "stateful": lambda: StatefulDataLoader(batches(), batch_size=None, shuffle=True),
+    "stateful, in batches": lambda: StatefulDataLoader(torch.cat(batches()), batch_size=2, shuffle=True),
+    "stateful, a stream": lambda: StatefulDataLoader(Stream(), batch_size=None),
+    "stateful, augmented": lambda: StatefulDataLoader(Augmented(), batch_size=None, shuffle=True),
 }
 
 
-def loader_of(sampler, **others):
-    return DataLoader(batches(), sampler=sampler, batch_size=None, **others)
-
-
-@pytest.mark.parametrize("sampler", FOUND.values(), ids=FOUND)
-@pytest.mark.parametrize("stop", [5, 17])
-def test_samplers_whose_generators_are_seen_go_on_to_the_same_bits(tmp_path, sampler, stop):
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+@pytest.mark.parametrize("stop", [5, 13, 17], ids=["first epoch", "its end", "second epoch"])
+def test_a_loop_goes_on_in_the_order_that_it_had(tmp_path, make, stop):
     torch.manual_seed(0)
-    expected = trained(tmp_path / "whole", loader=loader_of(sampler()), epochs=2)[1]
+    expected = trained(tmp_path / "whole", loader=make(), epochs=2)[1]
     torch.manual_seed(0)
     with pytest.raises(Stops):
-        trained(tmp_path / "run", stop, loader=loader_of(sampler()), epochs=2)
-    begun, found = trained(tmp_path / "run", loader=loader_of(sampler()), epochs=2, resume=True)
+        trained(tmp_path / "run", stop, loader=make(), epochs=2)
+    torch.manual_seed(9)  # the next process is another one
+    begun, found = trained(tmp_path / "run", loader=make(), epochs=2, resume=True)
     assert begun == stop - 1
     assert same(expected, found)
 
 
-@pytest.mark.parametrize("sampler", FOUND.values(), ids=FOUND)
-def test_the_order_of_a_training_with_snapshots_is_that_of_one_without(sampler):
-    """Trying out a sampler leaves it as it was, and what the process draws from."""
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_a_snapshot_between_two_epochs_goes_on_with_the_next(make):
+    """As one of a loop that ends a step of accumulated gradients after its data."""
 
-    def order(of):
+    def order(position, loader):
+        return [batch.sum().item() for batch in position.of(loader)], torch.rand(()).item()
+
+    torch.manual_seed(0)
+    position, loader = Position(), make()
+    order(position, loader)
+    state, now = position.state(), torch.get_rng_state()
+    expected = [order(position, loader) for _ in range(2)]
+    torch.manual_seed(9)
+    resumed, loader = Position(), make()
+    resumed.restore(state)
+    torch.set_rng_state(now)
+    assert resumed.epoch == 1
+    assert [order(resumed, loader) for _ in range(2)] == expected
+
+
+def test_a_loop_that_calls_set_epoch_goes_on_with_the_next_epoch():
+    def order(position, loader):
+        loader.sampler.set_epoch(position.epoch)
+        return [batch.sum().item() for batch in position.of(loader)]
+
+    make, position = LOADERS["distributed"], Position()
+    loader = make()
+    first, state = order(position, loader), position.state()
+    expected = [order(position, loader) for _ in range(2)]
+    assert first not in expected
+    resumed, loader = Position(), make()
+    resumed.restore(state)
+    assert [order(resumed, loader) for _ in range(2)] == expected
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_the_order_of_a_training_with_snapshots_is_that_of_one_without(make):
+    def order(of, state):
         torch.manual_seed(0)
-        loader = loader_of(sampler())
-        return [batch.sum().item() for _ in range(3) for batch in of(loader)], torch.rand(1).item()
+        loader, found = make(), []
+        for _ in range(2):
+            for batch in of(loader):
+                found.append(batch.sum().item())
+                state()
+        return found, torch.rand(1).item()
 
-    assert order(Position().of) == order(iter)
+    position = Position()
+    assert order(position.of, position.state) == order(iter, lambda: None)
 
 
-class Duck:
-    """A loader takes it, though it is no Sampler."""
+class Own(Sampler):
+    """Says nothing of its order."""
 
-    def __init__(self):
-        self.order = list(range(ROWS))
+    def __init__(self, *args):
+        pass
 
     def __len__(self):
         return ROWS
 
     def __iter__(self):
-        HIDDEN.shuffle(self.order)
-        return iter(list(self.order))
+        return iter(torch.randperm(ROWS).tolist())
 
 
-class Slots(Duck):
-    __slots__ = ("rounds",)
-
+class Plain(IterableDataset):
     def __iter__(self):
-        self.rounds = getattr(self, "rounds", 0) + 1
-        return iter(torch.randperm(ROWS, generator=torch.Generator().manual_seed(self.rounds)).tolist())
+        return iter(batches())
 
 
 REFUSED = {
-    "no sampler": (Duck, "Duck has another order each time"),
-    "slots": (Slots, "Slots has another order each time"),
-    "iterator": (lambda: iter(range(ROWS)), "range_iterator is an iterator"),
-    "of its module": (OfItsModule, "OfItsModule has another order each time"),
-    "in place": (InPlace, "InPlace has another order each time"),
-    "of the process": (lambda: Later(None), "Later draws from the generators of the process, item by item"),
+    "stateful, by a generator": (
+        lambda: StatefulDataLoader(batches(), batch_size=None, shuffle=True, generator=generator()),
+        "a StatefulDataLoader does not find its place in a generator of its own",
+    ),
+    "own": (lambda: DataLoader(batches(), sampler=Own()), "the sampler Own does not say what decides its order"),
+    "iterator": (lambda: DataLoader(batches(), sampler=iter(range(ROWS))), "the sampler range_iterator does not say"),
+    "subclass": (
+        lambda: DataLoader(batches(), sampler=type("Mine", (RandomSampler,), {})(range(ROWS))),
+        "the sampler Mine does not say",
+    ),
+    "stream": (lambda: DataLoader(Plain(), batch_size=None), "the Plain has no order that is known"),
+    "function": (lambda: itertools.chain(batches()), r"a chain has no state_dict\(\)"),
+    "workers": (
+        lambda: DataLoader(batches(), num_workers=1, persistent_workers=True),
+        "persistent workers draw random numbers",
+    ),
 }
 
 
-@pytest.mark.parametrize(("sampler", "reason"), REFUSED.values(), ids=REFUSED)
-def test_samplers_whose_order_cannot_be_repeated_are_refused_by_name(tmp_path, sampler, reason):
-    with pytest.raises(OffloadError, match=f"A resume could not find its place in the data: the sampler {reason}"):
-        trained(tmp_path, loader=loader_of(sampler()))
+@pytest.mark.parametrize(("make", "reason"), REFUSED.values(), ids=REFUSED)
+def test_loaders_whose_order_is_not_known_are_refused_by_name(tmp_path, make, reason):
+    expected = f"A resume could not find its place in the data: {reason}.*Give snapshots.batches.. a StatefulDataLoader"
+    with pytest.raises(OffloadError, match=expected):
+        trained(tmp_path, loader=make())
 
 
-class Mines(Own):
-    """Takes the rows first whose losses were high."""
-
-    def __init__(self, make):
-        super().__init__(None)
-        self.losses = make([0.0] * ROWS)
-
-    def __iter__(self):
-        return iter(sorted(range(ROWS), key=lambda row: -float(self.losses[row])))
-
-
-@pytest.mark.parametrize("make", [list, np.array, torch.tensor])
-def test_an_order_that_the_training_changes_is_refused_when_it_has_changed(make):
-    position, sampler = Position(), Mines(make)
-    loader = loader_of(sampler)
-    for _ in range(2):
-        assert len(list(position.of(loader))) == ROWS
-    sampler.losses[3] = 1.0
-    with pytest.raises(OffloadError, match="losses of the sampler Mines has changed since the last epoch"):
-        next(position.of(loader))
+def test_accelerate_s_stateful_loaders_are_refused(tmp_path):
+    plugin = OffloadPlugin(tier="none", snapshot_steps=1)
+    accelerator = plugin.accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    _, loader = accelerator.prepare(torch.nn.Linear(4, 1), DataLoader(torch.cat(batches())))
+    with (
+        pytest.raises(OffloadError, match="set use_seedable_sampler=True instead"),
+        accelerator.snapshots(str(tmp_path)) as snapshots,
+    ):
+        next(snapshots.batches(loader))
+    accelerator.end_training()
 
 
-def test_a_sampler_of_batches_is_refused_as_one_of_rows_is(tmp_path):
-    loader = DataLoader(batches(), batch_sampler=BatchSampler(OfItsModule(), 1, False), collate_fn=lambda rows: rows[0])
-    with pytest.raises(OffloadError, match="OfItsModule has another order each time"):
-        trained(tmp_path, loader=loader)
-
-
-def test_steps_between_two_epochs_go_on_to_the_same_bits(tmp_path):
-    """A snapshot of the end of an epoch has the generators with which the next one begins."""
-
-    def order(position, loader):
-        return [batch.sum().item() for batch in position.of(loader)]
-
-    position, loader = Position(), loader_of(FOUND["python"]())
-    order(position, loader)
-    state = position.state()
-    expected = order(position, loader)
-    resumed = Position()
-    resumed.restore(state)
-    assert resumed.epoch == 1
-    assert order(resumed, loader_of(FOUND["python"]())) == expected
+def test_a_loader_is_none_of_the_objects(tmp_path):
+    with pytest.raises(OffloadConfigError, match=r"takes no loader: iterate over snapshots\.batches\(data\)"):
+        trained(tmp_path, objects={"data": StatefulDataLoader(batches())})
 
 
 # -- of a Trainer ----------------------------------------------------------------------------------------------------------
@@ -260,22 +253,13 @@ def trainer_with(sampler, folder, snapshots=True, callbacks=()):
     return trainer_in(folder, snapshots, callbacks, kind=kind, max_steps=40)
 
 
-TRAINERS = {
-    "weights": (lambda: WeightedRandomSampler(torch.ones(50), 50), "WeightedRandomSampler"),
-    "generator": (
-        lambda: WeightedRandomSampler(torch.ones(50), 50, generator=torch.Generator()),
-        "WeightedRandomSampler",
-    ),
-    "of its module": (OfItsModule, "OfItsModule"),
-    "no sampler": (Duck, "Duck"),
-    "count": (Counts, "Counts"),
-}
-
-
-@pytest.mark.parametrize(("sampler", "name"), TRAINERS.values(), ids=TRAINERS)
+@pytest.mark.parametrize(
+    ("sampler", "name"),
+    [(lambda: WeightedRandomSampler(torch.ones(50), 50), "WeightedRandomSampler"), (Own, "Own")],
+)
 def test_a_trainer_refuses_samplers_that_the_number_of_an_epoch_does_not_decide(tmp_path, sampler, name):
     with pytest.raises(
-        OffloadConfigError, match=rf"cannot be used here: the sampler {name} has another order each time"
+        OffloadConfigError, match=rf"cannot be used here: the sampler {name} does not say what decides its order"
     ):
         trainer_with(sampler, tmp_path).train()
 

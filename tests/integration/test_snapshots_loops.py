@@ -15,7 +15,7 @@ from transformers import default_data_collator
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadPlugin, attach
 from hf_offload.errors import SnapshotError
 from hf_offload.integrations.accelerate import attached_accelerators
-from hf_offload.snapshots import ended
+from hf_offload.snapshots import retained
 from tests.faults.killed_snapshots import held_by, same
 from tests.helpers.snapshot_processes import no_process_is_left  # noqa: F401  a fixture
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
@@ -182,7 +182,7 @@ def check(loop, folder, kind=None, stop=9, begun=8, **settings):
     expected["losses"] = expected["losses"][-len(found["losses"]) :]
     for name in expected:
         assert same(expected[name], found[name]), name
-    ended.end_well()
+    retained.release()
     assert held_by(folder) is None
 
 
@@ -224,7 +224,7 @@ def test_an_adapter_goes_on_to_the_same_bits_without_a_copy_of_its_base(tmp_path
     with pytest.raises(Stops):
         loop(tmp_path / "sizes", "lora", stop=5, params=params, min_bytes=0)
     (held,) = held_by(tmp_path / "sizes")["snapshots"]
-    sizes = {name: nbytes for name, nbytes, _ in held["record"]["files"]}
+    sizes = {name: nbytes for name, nbytes, _ in held["files"]}
     assert "model.safetensors" not in sizes
     assert sizes["adapter_model.safetensors"] < 20_000
     check(loop, tmp_path / "run", "lora", params=params, min_bytes=0)
@@ -276,7 +276,7 @@ def test_snapshots_of_another_model_or_other_objects_are_refused_by_name(tmp_pat
     session.detach()
     model = made(None)[0]
     session = attach(model, OffloadConfig(tier="none", snapshot_steps=4))
-    with pytest.raises(SnapshotError, match=r"holds average\.pt, .*, and this training has model\.safetensors, .*"):
+    with pytest.raises(SnapshotError, match="holds average, optimizer, scheduler, and this training has nothing but"):
         session.snapshots(tmp_path, resume=True).__enter__()
     session.detach()
     assert own_loop(tmp_path, resume=True)[0] == 4  # it is still there
@@ -377,9 +377,6 @@ def test_batches_are_those_of_one_loader_which_may_be_a_list(tmp_path):
             with pytest.raises(OffloadError, match="in the middle of an epoch"):
                 next(snapshots.batches([3]))
         assert had == [1, 2]
-        loader = torch.utils.data.DataLoader([1, 2], num_workers=1, persistent_workers=True)
-        with pytest.raises(OffloadError, match="Leave it out of the DataLoader"):
-            next(snapshots.batches(loader))
         with pytest.raises(SnapshotError, match="_extra_state is a dict"):
             snapshots.end_step()
     session.detach()
