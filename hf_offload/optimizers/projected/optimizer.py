@@ -43,10 +43,6 @@ logger = logging.getLogger(__name__)
 _MATRIX = 2
 # Read on the host at every step, so they live there.
 _ON_HOST = ("step", "began", "seed")
-NO_SCALER = (
-    "A GradScaler looks at all gradients before a step, and update in backward has one at a time: train in bfloat16, which "
-    "needs no scaler, or update in step()."
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +144,10 @@ class ProjectedAdamW(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         # GradScaler.step asks for this before anything else: the one place where it can be refused by name.
         if self.in_backward:
-            raise OffloadConfigError(NO_SCALER)
+            raise OffloadConfigError(
+                "A GradScaler looks at all gradients before a step, and update in backward has one at a time: train in "
+                "bfloat16, which needs no scaler, or update in step()."
+            )
         return False
 
     def _check(self, groups: list[dict[str, Any]]) -> None:
