@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.load import from_mapping
-from hf_offload.settings.schema import Directory, OffloadConfig
+from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.values import read_fields
 
 if TYPE_CHECKING:
@@ -75,16 +75,12 @@ class MemoryMode(abc.ABC):
         return [field.name for field in dataclasses.fields(cls)]
 
     @classmethod
-    def from_settings(cls, values: Mapping[str, Any], where: str, directories: Sequence[Directory] = ()) -> Self:
-        """The mode with these settings. State that goes to disk goes to ``directories``, unless ``values`` name one.
+    def from_settings(cls, values: Mapping[str, Any], where: str) -> Self:
+        """The mode with these settings.
 
         Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all errors, each after ``where``.
         """
         return from_mapping(cls, values, where)
-
-    def writes_files(self) -> bool:
-        """Whether state goes to files, so that settings of drives apply even if no activations do."""
-        return False
 
     # -- model and optimizer --------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.blockwise.freezing import is_waiting
-from hf_offload.optimizers.blockwise.schedule import BlockwiseConfig
 from hf_offload.settings.load import collect_errors
 
 
@@ -41,9 +40,7 @@ def check_parameters(parameters: list[nn.Parameter], names: dict[int, str], modu
                 )
 
 
-def checked_state(
-    own: dict[str, Any] | None, settings: dict[str, Any], config: BlockwiseConfig, blocks: list[str]
-) -> dict[str, Any]:
+def checked_state(own: dict[str, Any] | None, settings: dict[str, Any], blocks: list[str]) -> dict[str, Any]:
     """``own``, the optimizer's part of a state dict. Raises :class:`OffloadConfigError` unless it was saved with these
     ``settings`` and of these ``blocks``.
     """
@@ -58,7 +55,7 @@ def checked_state(
                 if own["settings"].get(name) != value:
                     raise OffloadConfigError(
                         f"The state was saved with {name}={own['settings'].get(name)!r}, and the optimizer has "
-                        f"{name}={getattr(config, name, value)!r}: use the same settings, or start without the state."
+                        f"{name}={value!r}: use the same settings, or start without the state."
                     )
         with check:
             if own["blocks"] != blocks:

@@ -4,7 +4,7 @@ Note: turns
     All parameters are in ``param_groups`` from the beginning, so learning-rate schedules and clipping see one optimizer. The
     update itself is made by an inner optimizer, which has the parameters of the running turn only: it is built at the first
     step of a turn and goes with it. What lasts is ``state``: that of parameters that train in the next turn, too, is given to
-    the next inner optimizer, that of all others is dropped (or parked in RAM or on disk).
+    the next inner optimizer, that of all others is dropped, or waits in RAM.
 """
 
 import logging
@@ -31,10 +31,8 @@ from hf_offload.optimizers.blockwise.freezing import (
     running_data_parallel,
     unfreeze,
 )
-from hf_offload.optimizers.blockwise.parked import ParkedState
 from hf_offload.optimizers.blockwise.schedule import HALF, BlockwiseConfig, Schedule, find_trainable_units
 from hf_offload.settings.load import collect_errors
-from hf_offload.storage.service import storage_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +68,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         optimizer: Class of the inner optimizer.
         **options: What the inner optimizer's constructor takes: ``lr``, ``weight_decay`` ...
 
-    Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all errors, before anything is changed; :meth:`step`
-    raises :class:`~hf_offload.errors.StorageError` if state on disk cannot be written, after the step, or read, before it.
+    Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all errors, before anything is changed.
     """
 
     def __init__(
@@ -99,15 +96,13 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             with check:
                 self._units = find_trainable_units(module, trainable)
                 self._schedule = Schedule(self._units, config)
-            with check:
-                self._parked = ParkedState(storage_of(module), config)
         self._names = [names[id(p)] for p in mine]
         # Names of parameters that the user froze, before or since.
         self._frozen = set(self._names) - set(trainable.values())
         self._turn = self._steps = 0
         self._begin_turn(self._schedule.turn(0))
         self._masters: dict[str, Tensor] = {}
-        # Parameters whose state was made elsewhere: another device, another dtype, as it was loaded or parked.
+        # Parameters whose state may have another device or dtype than they need: it was loaded, or has waited.
         self._foreign: set[str] = set()
         self._applied = self._warned = False
         self._seen: DistributedDataParallel | None = None
@@ -132,11 +127,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         return self._schedule.cycle
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer state and master weights of what trains; what is parked of others is not counted."""
+        """Bytes of optimizer state and master weights of what trains, without the state that waits."""
         tensors = [t for name, p in self._named() if name in self._trains for t in self.state.get(p, {}).values()]
-        in_memory = sum(t.nbytes for t in [*tensors, *self._masters.values()] if isinstance(t, Tensor))
-        # What the first step of the turn will read from disk is counted, too.
-        return in_memory + sum(self._parked.nbytes(name) for name in self._on_disk() if name in self._trains)
+        return sum(t.nbytes for t in [*tensors, *self._masters.values()] if isinstance(t, Tensor))
 
     def open(self) -> None:
         """Freeze what waits at the next forward again, after a :meth:`close`. Idempotent."""
@@ -158,10 +151,6 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         members = (p for group in self.param_groups for p in group["params"])
         return zip(self._names, members, strict=True)
 
-    def _on_disk(self) -> list[str]:
-        """Names of the parameters whose state is on disk alone."""
-        return [name for name, p in self._named() if name in self._parked and not self.state.get(p)]
-
     def _begin_turn(self, active: tuple[str, ...]) -> None:
         self._active = active
         self._trains = self._trained_in(active)
@@ -177,8 +166,6 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             trained = set(self._names) == self._trains | self._frozen and self._schedule.cycle == 1
             check_data_parallel(wrapper, trained, any(is_waiting(p) for _, p in self._named()))
             self._seen = wrapper
-        if self._steps >= self.config.switch_every:  # the turn could not be ended: its state did not fit the disk
-            self._end_turn()
         if not self._applied:
             self._apply()
 
@@ -199,15 +186,13 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._notice_frozen()
         active = self._schedule.turn(self._turn + 1)
         leaving = [(name, p) for name, p in self._named() if name in self._trains - self._trained_in(active)]
-        # Before anything else, since it may fail.
-        self._parked.add({name: self.state[p] for name, p in leaving if self.state.get(p)})
         self._turn += 1
         self._steps = 0
         self._begin_turn(active)
         for name, parameter in leaving:
             self._masters.pop(name, None)
             state = self.state.pop(parameter, None)
-            if state is not None and self.config.inactive_state != "drop" and name not in self._parked:
+            if state is not None and self.config.inactive_state == "keep":
                 self.state[parameter] = _on_cpu(state)
                 self._foreign.add(name)
         self._apply()
@@ -280,7 +265,6 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         inner = self._class(groups, **self._options)
         made = dict(inner.state)  # some optimizers begin with a state
         foreign = {name: self.state[trained[name]] for name in self._foreign & trained.keys()}
-        foreign |= {name: self._parked.read(name) for name in self._on_disk() if name in trained}
         self._load_foreign(inner, foreign)
         for name, parameter in trained.items():
             if name in foreign:
@@ -290,7 +274,6 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             elif self._inner_of[name] in made:
                 inner.state[self._inner_of[name]] = made[self._inner_of[name]]
         self._foreign -= trained.keys()
-        self._parked.remove(trained)
         return inner
 
     def _load_foreign(self, inner: torch.optim.Optimizer, foreign: dict[str, dict[str, Any]]) -> None:
@@ -311,14 +294,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain numbers only: ``torch.load(..., weights_only=True)`` reads it. State on disk is read into RAM.
-
-        Raises :class:`~hf_offload.errors.StorageError` if that cannot be read.
-        """
+        """Tensors and plain numbers only: ``torch.load(..., weights_only=True)`` reads it."""
         places = {name: place for place, name in enumerate(self._names)}
-        found = super().state_dict()
-        found["state"].update((places[name], self._parked.read(name)) for name in self._on_disk())
-        return found | {
+        return super().state_dict() | {
             _KEY: {
                 "settings": self._settings(),
                 "blocks": self._schedule.names,
@@ -332,26 +310,19 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken. Parameters are frozen and unfrozen accordingly at the next forward.
 
-        State that was kept in RAM may be kept on disk now, and the other way round.
-
         Raises :class:`~hf_offload.errors.OffloadConfigError` that lists every difference, if it was taken with other settings
-        or of other blocks, and :class:`~hf_offload.errors.StorageError` if state cannot be written to disk: nothing has
-        changed then.
+        or of other blocks: nothing has changed then.
         """
-        own = checked_state(state_dict.get(_KEY), self._settings(), self.config, self._schedule.names)
+        own = checked_state(state_dict.get(_KEY), self._settings(), self._schedule.names)
         self._notice_frozen()
-        saved = {name: state_dict["state"].get(place) for place, name in enumerate(self._names)}
-        waiting = saved.keys() - self._trained_in(own["active"])
-        # Before anything else, since it may fail.
-        self._parked.replace({name: state for name, state in saved.items() if name in waiting and state is not None})
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._turn, self._steps = own["turn"], own["steps"]
         self._begin_turn(tuple(own["active"]))
         self._masters = {self._names[place]: master for place, master in own["masters"].items()}
         self._foreign = set()
-        for name, parameter in self._named():
-            state = saved[name]
-            if state is not None and name not in self._parked:
+        for place, (name, parameter) in enumerate(self._named()):
+            state = state_dict["state"].get(place)
+            if state is not None:
                 self.state[parameter] = state if name in self._trains else _on_cpu(state)
                 self._foreign.add(name)
         self._applied = False
