@@ -95,7 +95,7 @@ class Projected(ProjectedConfig, MemoryMode):
                 else:
                     plain.append(parameter.shape)
         check_parameters(checked, self)
-        return sum(count_state(*both, self, dtype).total for dtype, both in shapes.items())
+        return sum(count_state(*both, self, dtype) for dtype, both in shapes.items())
 
     def step_bytes(self, model: nn.Module, *, on_cpu: bool, fused: bool) -> int:
         """Of the weight that needs most: they are updated one after the other."""

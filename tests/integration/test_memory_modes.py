@@ -15,7 +15,7 @@ from transformers import HfArgumentParser, Trainer, TrainerCallback
 
 from hf_offload import OffloadConfigError, OffloadTrainingArguments
 from hf_offload.optimizers.blockwise import BlockwiseOptimizer
-from hf_offload.optimizers.projected import ProjectedAdamW
+from hf_offload.optimizers.projected import GaLoreConfig, ProjectedAdamW
 from hf_offload.settings.memory_modes import MODES, memory_mode
 from hf_offload.state.registry import parked_of
 from tests.helpers.loaded_processes import run_python
@@ -296,6 +296,12 @@ def test_loops_of_ones_own(mode):
                     optimizer.zero_grad()
         found.append(model)
     assert same(*found)
+
+
+@pytest.mark.parametrize("own", [{}, {"update_in_backward": True}, {"targets": ["q_proj"]}])
+def test_a_state_dict_has_the_settings_of_the_method_alone(own):
+    method = {"rank": 4, "update_proj_gap": 3}
+    assert memory_mode("galore", method | own).as_dict() == GaLoreConfig(**method).as_dict()
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def decaying(optimizer):
     [
         (torch.optim.AdamW, {"lr": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.1}),
         (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9}),
-        (torch.optim.Adagrad, {"lr": 1e-2}),
+        (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.9}),
     ],
 )
 def test_a_block_that_always_trains_gets_the_usual_updates(optimizer, options):
@@ -723,6 +723,13 @@ def test_what_does_not_fit_the_model_is_told_at_once():
     for word in ("blocks_active=5", "'model.layers.1'?", "'momentum'", "1 parameters are not of this LlamaForCausalLM"):
         assert word in str(error.value), word
     assert trained(model) == under(model, "model", "lm_head")
+    assert not model._forward_pre_hooks
+
+
+def test_an_optimizer_that_begins_with_a_state_is_refused():
+    model = model_of_four()
+    with pytest.raises(OffloadConfigError, match="Adagrad makes its state before its first step"):
+        BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig(), torch.optim.Adagrad, lr=1)
     assert not model._forward_pre_hooks
 
 

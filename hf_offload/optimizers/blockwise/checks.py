@@ -11,12 +11,20 @@ from hf_offload.optimizers.blockwise.freezing import is_waiting
 from hf_offload.settings.load import collect_errors
 
 
-def default_options(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
-    """The inner optimizer's defaults for groups. Raises :class:`OffloadConfigError` if it does not take ``options``."""
+def inner_optimizer(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer of this class, for a parameter that does not matter.
+
+    Raises :class:`OffloadConfigError` if it does not take ``options``, or makes state before its first step.
+    """
     try:
-        return optimizer([nn.Parameter(torch.zeros(1))], **options).defaults
+        made = kind([nn.Parameter(torch.zeros(1))], **options)
     except (TypeError, ValueError) as error:
-        raise OffloadConfigError(f"{optimizer.__name__} cannot be built with {options}: {error}") from error
+        raise OffloadConfigError(f"{kind.__name__} cannot be built with {options}: {error}") from error
+    if made.state:
+        raise OffloadConfigError(
+            f"{kind.__name__} makes its state before its first step, and blocks have one for their turn only: use AdamW."
+        )
+    return made
 
 
 def check_parameters(parameters: list[nn.Parameter], names: dict[int, str], module: nn.Module) -> None:

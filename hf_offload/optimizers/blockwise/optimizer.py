@@ -2,9 +2,8 @@
 
 Note: turns
     All parameters are in ``param_groups`` from the beginning, so learning-rate schedules and clipping see one optimizer. The
-    update itself is made by an inner optimizer, which has the parameters of the running turn only: it is built at the first
-    step of a turn and goes with it. What lasts is ``state``: that of parameters that train in the next turn, too, is given to
-    the next inner optimizer, that of all others is dropped, or waits in RAM.
+    update itself is that of a :class:`~hf_offload.state.shadow.Shadow` of the inner optimizer, which steps the parameters of
+    the running turn, or their copies in float32. State is dropped when the turn of its parameter ends, or waits in RAM.
 """
 
 import logging
@@ -22,7 +21,7 @@ from hf_offload.optimizers.blockwise.checks import (
     check_data_parallel,
     check_parameters,
     checked_state,
-    default_options,
+    inner_optimizer,
 )
 from hf_offload.optimizers.blockwise.freezing import (
     BeforeForward,
@@ -33,6 +32,7 @@ from hf_offload.optimizers.blockwise.freezing import (
 )
 from hf_offload.optimizers.blockwise.schedule import HALF, BlockwiseConfig, Schedule, find_trainable_units
 from hf_offload.settings.load import collect_errors
+from hf_offload.state.shadow import Shadow
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +81,13 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     ):
         module = module.module if isinstance(module, DistributedDataParallel) else module
         self.config = config
-        self._class, self._options = optimizer, options
+        self._class = optimizer
         self._names: list[str] = []
         with collect_errors("settings of block-wise training") as check:
             defaults: dict[str, Any] = {}
             with check:
-                defaults = default_options(optimizer, options)
+                inner = inner_optimizer(optimizer, options)
+                self._shadow, defaults = Shadow(inner, optimizer), inner.defaults
             super().__init__(params, defaults)
             names = {id(p): name for name, p in module.named_parameters()}
             mine = [p for group in self.param_groups for p in group["params"]]
@@ -154,8 +155,6 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def _begin_turn(self, active: tuple[str, ...]) -> None:
         self._active = active
         self._trains = self._trained_in(active)
-        self._inner: torch.optim.Optimizer | None = None
-        self._inner_of: dict[str, Tensor] = {}
 
     def _trained_in(self, active: Iterable[str]) -> set[str]:
         return {name for unit in active for name in self._units.parameters[unit]} - self._frozen
@@ -215,74 +214,53 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         return loss
 
     def _update(self) -> None:
-        inner = self._inner = self._inner or self._build()
-        trained = [(name, p) for name, p in self._named() if name in self._trains]
-        self._check_gradients(trained)
-        for name, parameter in trained:
-            if name in self._masters:
-                gradient = parameter.grad
-                self._masters[name].grad = None if gradient is None else gradient.to(torch.float32)
-        groups = list(zip(self._groups(), inner.param_groups, strict=True))
-        for group, inside in groups:
-            inside.update(_options_of(group))
-        inner.step()
-        for group, inside in groups:
-            group.update(_options_of(inside))  # some optimizers keep numbers of their own there
-        for name, parameter in trained:
-            if name in self._masters:
-                parameter.copy_(self._masters[name])
-                self._masters[name].grad = None
-            if self._inner_of[name] in inner.state:
-                self.state[parameter] = inner.state[self._inner_of[name]]
+        """A step of the inner optimizer's class, with the parameters of this turn."""
+        self._check_gradients()
+        names = iter(self._names)
+        groups, inside = [], []
+        stepped: dict[str, Tensor] = {}
+        for group in self.param_groups:
+            members = {next(names): parameter for parameter in group["params"]}
+            trained = {name: self._stepped(name, p) for name, p in members.items() if name in self._trains}
+            for name in self._foreign & trained.keys():
+                parameter = members[name]
+                # By the class's own rules for the device and dtype of each part.
+                self.state[parameter] = self._shadow.loaded(trained[name], _options_of(group), self.state[parameter])
+            if trained:
+                groups.append(group)
+                inside.append(_options_of(group) | {"params": list(trained.values())})
+                stepped |= trained
+        self._foreign -= stepped.keys()
+        parameters = {name: parameter for name, parameter in self._named() if name in stepped}
+        before = {stepped[name]: self.state[p] for name, p in parameters.items() if self.state.get(p)}
+        after = self._shadow.step(inside, before, self._shadow.attributes)
+        for group, changed in zip(groups, inside, strict=True):
+            group.update(_options_of(changed))  # some optimizers keep numbers of their own there
+        for name, parameter in parameters.items():
+            tensor = stepped[name]
+            if tensor is not parameter:
+                parameter.copy_(tensor)
+                tensor.grad = None
+            if tensor in after:
+                self.state[parameter] = after[tensor]
 
-    def _check_gradients(self, trained: list[tuple[str, nn.Parameter]]) -> None:
-        if not self._warned and all(p.grad is None for _, p in trained):
+    def _stepped(self, name: str, parameter: Tensor) -> Tensor:
+        """What the inner optimizer steps: the parameter, or its copy in float32, with its gradient."""
+        if parameter.dtype not in HALF or not self.config.master_weights:
+            return parameter
+        master = self._masters.get(name, parameter).detach().to(parameter.device, torch.float32).requires_grad_()
+        master.grad = None if parameter.grad is None else parameter.grad.to(torch.float32)
+        self._masters[name] = master
+        return master
+
+    def _check_gradients(self) -> None:
+        if not self._warned and all(p.grad is None for name, p in self._named() if name in self._trains):
             self._warned = True
             logger.warning(
                 "No parameter that trains now has a gradient (%s), so nothing is updated. Reentrant activation checkpointing "
                 "gives none to a block whose input needs none: set use_reentrant=False.",
                 ", ".join(self._active),
             )
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """The groups that have a parameter that trains now."""
-        names = iter(self._names)
-        return [group for group in self.param_groups if [1 for _ in group["params"] if next(names) in self._trains]]
-
-    def _build(self) -> torch.optim.Optimizer:
-        """The inner optimizer of this turn, with what is known of its parameters' state."""
-        trained = {name: p for name, p in self._named() if name in self._trains}
-        for name, parameter in trained.items():
-            if parameter.dtype in HALF and self.config.master_weights:
-                master = self._masters.get(name, parameter)
-                self._masters[name] = master.detach().to(parameter.device, torch.float32).requires_grad_()
-            self._inner_of[name] = self._masters.get(name, parameter)
-        names = {id(p): name for name, p in trained.items()}
-        groups = [
-            _options_of(group) | {"params": [self._inner_of[names[id(p)]] for p in group["params"] if id(p) in names]}
-            for group in self._groups()
-        ]
-        inner = self._class(groups, **self._options)
-        made = dict(inner.state)  # some optimizers begin with a state
-        foreign = {name: self.state[trained[name]] for name in self._foreign & trained.keys()}
-        self._load_foreign(inner, foreign)
-        for name, parameter in trained.items():
-            if name in foreign:
-                self.state[parameter] = inner.state[self._inner_of[name]]
-            elif self.state.get(parameter):
-                inner.state[self._inner_of[name]] = self.state[parameter]
-            elif self._inner_of[name] in made:
-                inner.state[self._inner_of[name]] = made[self._inner_of[name]]
-        self._foreign -= trained.keys()
-        return inner
-
-    def _load_foreign(self, inner: torch.optim.Optimizer, foreign: dict[str, dict[str, Any]]) -> None:
-        """Load states by the inner optimizer's own rules for the device and dtype of each part."""
-        if not foreign:
-            return
-        place = {id(p): i for i, p in enumerate(p for group in inner.param_groups for p in group["params"])}
-        states = {place[id(self._inner_of[name])]: state for name, state in foreign.items()}
-        inner.load_state_dict({"state": states, "param_groups": inner.state_dict()["param_groups"]})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._names:
