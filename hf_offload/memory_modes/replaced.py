@@ -1,4 +1,4 @@
-"""The optimizer that a script has made, after the one of a memory mode has taken its place.
+"""Lets the schedulers of a replaced optimizer set the options of the memory mode's.
 
 Note: schedulers
     A learning-rate scheduler keeps the optimizer it was made with, and reads and writes that one's groups. These become views
@@ -53,12 +53,12 @@ def _views(
     groups: Sequence[dict[str, Any]],
     defaults: dict[str, Any],
     made: torch.optim.Optimizer,
-    places: slice,
+    span: slice,
     taken_over: Any,
 ) -> "list[_GroupView]":
-    """Views of ``groups``, those of ``made`` at ``places``, which has the options ``taken_over`` from them."""
-    common = _CommonOptions(made, places, len(groups))
-    new = groups[0].keys() - defaults.keys() - made.param_groups[places][0].keys() - _MEMBERS
+    """Views of ``groups``, those of ``made`` in ``span``, which has the options ``taken_over`` from them."""
+    common = _CommonOptions(made, span, len(groups))
+    new = groups[0].keys() - defaults.keys() - made.param_groups[span][0].keys() - _MEMBERS
     common_keys = {key for key in new if all(key in group and group[key] == groups[0][key] for group in groups)}
     followed = common_keys | set(taken_over) | _MEMBERS
     views = []
@@ -90,9 +90,9 @@ class _CommonOptions:
     new optimizer as soon as it is the same in all groups. Until then it is pending, and each group has a value of its own.
     """
 
-    def __init__(self, made: torch.optim.Optimizer, places: slice, count: int):
+    def __init__(self, made: torch.optim.Optimizer, span: slice, count: int):
         self._made = weakref.ref(made)
-        self._places = places
+        self._span = span
         self._count = count
         self._pending: dict[str, list[Any]] = {}
 
@@ -104,7 +104,7 @@ class _CommonOptions:
             raise OffloadError(
                 "The optimizer of a memory mode has gone, and a scheduler of it is still in use: keep both."
             )
-        return made.param_groups[self._places]
+        return made.param_groups[self._span]
 
     def read(self, number: int, key: str) -> Any:
         """The option of group ``number`` of the replaced optimizer."""

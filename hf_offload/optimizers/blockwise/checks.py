@@ -1,4 +1,4 @@
-"""What block-wise training refuses: parameters, state and wrappers that do not fit."""
+"""Checks of block-wise training: parameters, state dicts and wrappers."""
 
 from typing import Any
 

@@ -27,7 +27,6 @@ from hf_offload.optimizers.blockwise.freezing import (
     BeforeForward,
     freeze,
     is_waiting,
-    running_data_parallel,
     unfreeze,
 )
 from hf_offload.optimizers.blockwise.schedule import HALF, BlockwiseConfig, Schedule, find_trainable_units
@@ -160,7 +159,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         return {name for unit in active for name in self._units.parameters[unit]} - self._frozen
 
     def _before_forward(self) -> None:
-        wrapper = running_data_parallel()
+        wrapper: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
         if wrapper is not None and wrapper is not self._seen:
             trained = set(self._names) == self._trains | self._frozen and self._schedule.cycle == 1
             check_data_parallel(wrapper, trained, any(is_waiting(p) for _, p in self._named()))

@@ -1,4 +1,4 @@
-"""How many bytes an optimizer's state takes, from shapes alone.
+"""Bytes of an optimizer's state, computed from shapes.
 
 Against AdamW in bfloat16 (two moments, 2 bytes each), LLaMA shapes of the GaLore paper, all of it as this module counts:
 
@@ -23,8 +23,8 @@ from math import prod
 
 import torch
 
+from hf_offload.optimizers.projected.config import ApolloConfig, FrugalConfig, ProjectedConfig
 from hf_offload.optimizers.projected.formats import StateFormat
-from hf_offload.optimizers.projected.methods import ApolloConfig, FrugalConfig, ProjectedConfig
 from hf_offload.optimizers.projected.projections import Projection, projection_of, turns
 
 _MATRIX = 2
@@ -70,4 +70,6 @@ def _moment_bytes(projections: Sequence[Projection], method: ProjectedConfig, dt
     if not isinstance(method, FrugalConfig) or method.projection != "blocks":
         return sum(each)
     every = turns(method, len(each))
-    return max((sum(n for n, turn in zip(each, every, strict=True) if turn == one) for one in set(every) - {None}), default=0)
+    return max(
+        (sum(n for n, turn in zip(each, every, strict=True) if turn == one) for one in set(every) - {None}), default=0
+    )
