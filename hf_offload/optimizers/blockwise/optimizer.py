@@ -272,7 +272,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain numbers only: ``torch.load(..., weights_only=True)`` reads it."""
-        places = {name: place for place, name in enumerate(self._names)}
+        numbers = {name: number for number, name in enumerate(self._names)}
         return super().state_dict() | {
             _KEY: {
                 "settings": self._settings(),
@@ -280,7 +280,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 "turn": self._turn,
                 "steps": self._steps,
                 "active": list(self._active),
-                "masters": {places[name]: master.detach() for name, master in self._masters.items()},
+                "masters": {numbers[name]: master.detach() for name, master in self._masters.items()},
             }
         }
 
@@ -295,10 +295,10 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._turn, self._steps = own["turn"], own["steps"]
         self._begin_turn(tuple(own["active"]))
-        self._masters = {self._names[place]: master for place, master in own["masters"].items()}
+        self._masters = {self._names[number]: master for number, master in own["masters"].items()}
         self._foreign = set()
-        for place, (name, parameter) in enumerate(self._named()):
-            state = state_dict["state"].get(place)
+        for number, (name, parameter) in enumerate(self._named()):
+            state = state_dict["state"].get(number)
             if state is not None:
                 self.state[parameter] = state if name in self._trains else _on_cpu(state)
                 self._foreign.add(name)
