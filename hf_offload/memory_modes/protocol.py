@@ -5,13 +5,12 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import from_mapping
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.values import read_fields
 
@@ -73,14 +72,6 @@ class MemoryMode(abc.ABC):
     def setting_names(cls) -> list[str]:
         """What ``memory_mode_kwargs`` may hold."""
         return [field.name for field in dataclasses.fields(cls)]
-
-    @classmethod
-    def from_settings(cls, values: Mapping[str, Any], where: str) -> Self:
-        """The mode with these settings.
-
-        Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all errors, each after ``where``.
-        """
-        return from_mapping(cls, values, where)
 
     # -- model and optimizer --------------------------------------------------------------------------------------------
 

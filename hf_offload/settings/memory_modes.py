@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import choose, collect_errors
+from hf_offload.settings.load import choose, collect_errors, from_mapping
 from hf_offload.settings.shown import shown
 from hf_offload.settings.text_files import parse_json
 from hf_offload.settings.values import mapping
@@ -105,7 +105,7 @@ def memory_mode(name: str, settings: Any = None) -> "MemoryMode | None":
                 )
         with check:
             given = {key: value for key, value in values.items() if key in known}
-            found = mode.from_settings({**MODES[name].defaults, **given}, f"memory_mode={name!r}")
+            found = from_mapping(mode, {**MODES[name].defaults, **given}, f"memory_mode={name!r}")
     return found
 
 
