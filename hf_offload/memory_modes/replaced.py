@@ -18,6 +18,7 @@ SHARED = ("lr", "betas", "eps")
 
 _UNUSABLE = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 _MEMBERS = {"params", "param_names"}
+_ABSENT = object()
 
 
 def replace_optimizer(
@@ -108,11 +109,14 @@ class _CommonOptions:
 
     def read(self, number: int, key: str) -> Any:
         """The option of group ``number`` of the replaced optimizer."""
-        return self._pending[key][number] if key in self._pending else self.groups[0][key]
+        value = self._pending[key][number] if key in self._pending else self.groups[0].get(key, _ABSENT)
+        if value is _ABSENT:
+            raise KeyError(key)
+        return value
 
     def write(self, number: int, key: str, value: Any) -> None:
         """Set it."""
-        values = self._pending.setdefault(key, [self.groups[0].get(key)] * self._count)
+        values = self._pending.setdefault(key, [self.groups[0].get(key, _ABSENT)] * self._count)
         values[number] = value
         if all(one == value for one in values):
             del self._pending[key]
@@ -123,8 +127,8 @@ class _CommonOptions:
         """Raise :class:`~hf_offload.errors.OffloadError` before a step that has no single value of an option."""
         for key, values in self._pending.items():
             raise OffloadError(
-                f"The optimizer of a memory mode has one {key} for all parameters, and a scheduler has set {values}: use one "
-                "schedule for all groups."
+                f"The optimizer of a memory mode has one {key} for all parameters, and a scheduler has set "
+                f"{[value for value in values if value is not _ABSENT]}: use one schedule for all groups."
             )
 
 
