@@ -8,6 +8,7 @@ import torch
 
 from hf_offload import OffloadConfig, offload_activations
 from hf_offload.integrations.summary import summary_lines
+from hf_offload.state.optimizer import streaming_of
 from hf_offload.storage import disk_io, wear
 from hf_offload.storage.service import storage_of
 from hf_offload.storage.wear import Drive, read_wear
@@ -41,6 +42,12 @@ def build():
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+def wait_for_writes(optimizer):
+    streaming = streaming_of(optimizer)
+    for store in (streaming.state_store, streaming.gradient_store):
+        store.settle()
+
+
 def run(config, steps=STEPS):
     """Model, optimizer and session after some steps."""
     model, optimizer = build()
@@ -48,6 +55,7 @@ def run(config, steps=STEPS):
         session.prepare_optimizer(optimizer)
         for step in range(steps):
             one_step(model, optimizer, step, session)
+        wait_for_writes(optimizer)
     return model, optimizer, session
 
 
@@ -126,6 +134,7 @@ def test_another_run_begins_with_its_whole_limit(tmp_path):
             assert session._storage.disk_writes.taken_bytes == 0
             for step in range(4):
                 one_step(model, optimizer, step, session)
+            wait_for_writes(optimizer)
             found.append(sum(written.run_bytes for written in session.written()))
             assert session._storage.disk_writes.refused == (limit == 0)
             assert session._storage.disk_writes.taken_bytes >= found[-1]
