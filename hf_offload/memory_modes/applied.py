@@ -1,4 +1,4 @@
-"""A memory mode on a model that a script holds, and the mode's optimizer in place of the one that the script has made."""
+"""Applies a memory mode to the model of a script, and puts the mode's optimizer in place of the script's."""
 
 import weakref
 from collections.abc import Callable

@@ -2,8 +2,8 @@
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -11,31 +11,13 @@ from torch import nn
 from hf_offload.memory_modes.protocol import MemoryMode, OptimizerBytes, trained_parameters
 from hf_offload.optimizers.blockwise import BlockwiseConfig, BlockwiseOptimizer, deepest_turn, peak_bytes, release
 from hf_offload.optimizers.param_groups import WeightDecay, decay_groups
-from hf_offload.settings.load import from_mapping
-from hf_offload.settings.schema import Directory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Blockwise(MemoryMode):
-    """:class:`BlockwiseOptimizer`, whose settings ``config`` are those of the mode."""
+class Blockwise(BlockwiseConfig, MemoryMode):
+    """:class:`BlockwiseOptimizer`, whose settings are those of the mode."""
 
     takes_fused: ClassVar[bool] = True
-
-    config: BlockwiseConfig
-
-    @classmethod
-    def setting_names(cls) -> list[str]:
-        return [field.name for field in dataclasses.fields(BlockwiseConfig)]
-
-    @classmethod
-    def from_settings(cls, values: Mapping[str, Any], where: str, directories: Sequence[Directory] = ()) -> Self:
-        config = from_mapping(BlockwiseConfig, values, where)
-        if config.inactive_state == "ssd" and not config.directories and directories:
-            config = dataclasses.replace(config, directory=directories)
-        return cls(config=config)
-
-    def writes_files(self) -> bool:
-        return self.config.inactive_state == "ssd"
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Unfreeze what an earlier training left frozen."""
@@ -44,7 +26,7 @@ class Blockwise(MemoryMode):
 
     def optimizer(self, model: nn.Module, *, weight_decay: WeightDecay, **adam: Any) -> torch.optim.Optimizer:
         """:class:`BlockwiseOptimizer` over all trainable parameters."""
-        return BlockwiseOptimizer(decay_groups(model, weight_decay), model, self.config, **adam)
+        return BlockwiseOptimizer(decay_groups(model, weight_decay), model, self, **adam)
 
     def begin_training(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         """Blocks wait for their turn until the training ends."""
@@ -63,21 +45,21 @@ class Blockwise(MemoryMode):
 
     def waiting(self, model: nn.Module) -> list[nn.Parameter]:
         """In the turn with the first block: backward ends at the first block that trains."""
-        trains = deepest_turn(model, self.config)
+        trains = deepest_turn(model, self)
         return [parameter for name, parameter in model.named_parameters() if name not in trains]
 
     def state_bytes(self, model: nn.Module) -> int:
         """Moments, counters and float32 copies of the weights, of the turn that needs most."""
-        most = peak_bytes(model, self.config)
+        most = peak_bytes(model, self)
         return most.state + most.masters
 
     def optimizer_bytes(self, model: nn.Module, *, on_cpu: bool, fused: bool) -> OptimizerBytes:
-        """Of the turn with the largest gradients and state, which need not be the one of :meth:`waiting`. State that
-        waits in RAM is counted where that is the device's memory, and state on disk nowhere.
+        """Of the turn with the largest gradients and state, which need not be the one of :meth:`waiting`. State that waits is
+        counted where the host's RAM is the device's memory.
         """
-        most = peak_bytes(model, self.config)
+        most = peak_bytes(model, self)
         state = used = most.state + most.masters
-        if on_cpu and self.config.inactive_state == "ram":
+        if on_cpu and self.inactive_state == "keep":
             state = most.all_state + most.masters  # what waits is in the same memory
         if fused:
             copies = 0

@@ -1,8 +1,8 @@
 """The memory modes galore, apollo and frugal: all weights, with the state of chosen matrices in a small space."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,9 +20,7 @@ from hf_offload.optimizers.projected import (
 from hf_offload.optimizers.projected import state_bytes as count_state
 from hf_offload.optimizers.projected.checks import check_parameters
 from hf_offload.optimizers.projected.projections import Projection, matrix_shape, projection_of
-from hf_offload.settings.load import collect_errors, from_mapping
-from hf_offload.settings.schema import Directory
-from hf_offload.settings.values import flag, names, reader_of, setting
+from hf_offload.settings.values import flag, names, setting
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -31,45 +29,27 @@ _SINGLE_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Projected(MemoryMode):
+class Projected(ProjectedConfig, MemoryMode):
     """A method of :mod:`hf_offload.optimizers.projected`, whose settings are those of the mode, too.
 
     Args:
-        method: The settings of the method.
         targets: Which matrices (:func:`~hf_offload.optimizers.param_groups.param_groups`).
         update_in_backward: Whether each weight is updated as soon as its gradient is there, so that gradients never add up.
     """
 
     alters_step: ClassVar[bool] = False
-    method_class: ClassVar[type[ProjectedConfig]]
 
-    method: ProjectedConfig
     targets: str | Sequence[str] = setting("auto", names("ends of module names", alone=("auto", "all")))
     update_in_backward: bool = setting(False, flag())
 
-    @classmethod
-    def setting_names(cls) -> list[str]:
-        """Those of the method, and the mode's own."""
-        return [*(field.name for field in dataclasses.fields(cls.method_class)), *_OWN]
-
-    @classmethod
-    def from_settings(cls, values: Mapping[str, Any], where: str, directories: Sequence[Directory] = ()) -> Self:
-        """With a method that has ``values``, but for the mode's own."""
-        own = {}
-        with collect_errors(where) as check:
-            for name in [name for name in _OWN if name in values]:
-                reader: Any = reader_of(cls, name)
-                with check:
-                    own[name] = reader(name, values[name])
-            with check:
-                of_method = {name: value for name, value in values.items() if name not in _OWN}
-                method = from_mapping(cls.method_class, of_method, where)
-        return cls(method=method, **own)
+    def as_dict(self) -> dict[str, Any]:
+        """The settings of the method: the mode's own do not decide about the state."""
+        return {name: value for name, value in super().as_dict().items() if name not in _OWN}
 
     def optimizer(self, model: nn.Module, *, weight_decay: WeightDecay, **adam: Any) -> torch.optim.Optimizer:
         """:class:`ProjectedAdamW` over all trainable parameters."""
         groups = param_groups(model, targets=self.targets, weight_decay=weight_decay)
-        return ProjectedAdamW(groups, self.method, **adam)  # each group has its weight decay
+        return ProjectedAdamW(groups, self, **adam)  # each group has its weight decay
 
     def conflicts(self, args: "TrainingArguments") -> Iterator[str]:
         """What needs all gradients at once, or the same gradient twice, where each is gone after its update."""
@@ -111,15 +91,15 @@ class Projected(MemoryMode):
                 if group["projected"]:
                     shape = matrix_shape(parameter, group["transposed"])
                     projected.append(shape)
-                    checked.append((name, parameter, True, projection_of(self.method, shape)))
+                    checked.append((name, parameter, True, projection_of(self, shape)))
                 else:
                     plain.append(parameter.shape)
-        check_parameters(checked, self.method)
-        return sum(count_state(*both, self.method, dtype).total for dtype, both in shapes.items())
+        check_parameters(checked, self)
+        return sum(count_state(*both, self, dtype) for dtype, both in shapes.items())
 
     def step_bytes(self, model: nn.Module, *, on_cpu: bool, fused: bool) -> int:
         """Of the weight that needs most: they are updated one after the other."""
-        narrow = self.method.plain_state_dtype is not None
+        narrow = self.plain_state_dtype is not None
         most = 0
         for group in param_groups(model, targets=self.targets):
             for _, parameter in group["params"]:
@@ -132,22 +112,19 @@ class Projected(MemoryMode):
         return most
 
 
-_OWN = tuple(field.name for field in dataclasses.fields(Projected) if field.name != "method")
+_OWN = ("targets", "update_in_backward")
 
 
-class Galore(Projected):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Galore(GaLoreConfig, Projected):
     """GaLore."""
 
-    method_class = GaLoreConfig
 
-
-class Apollo(Projected):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Apollo(ApolloConfig, Projected):
     """APOLLO."""
 
-    method_class = ApolloConfig
 
-
-class Frugal(Projected):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Frugal(FrugalConfig, Projected):
     """FRUGAL."""
-
-    method_class = FrugalConfig

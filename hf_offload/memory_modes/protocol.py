@@ -5,14 +5,13 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import from_mapping
-from hf_offload.settings.schema import Directory, OffloadConfig
+from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.values import read_fields
 
 if TYPE_CHECKING:
@@ -73,18 +72,6 @@ class MemoryMode(abc.ABC):
     def setting_names(cls) -> list[str]:
         """What ``memory_mode_kwargs`` may hold."""
         return [field.name for field in dataclasses.fields(cls)]
-
-    @classmethod
-    def from_settings(cls, values: Mapping[str, Any], where: str, directories: Sequence[Directory] = ()) -> Self:
-        """The mode with these settings. State that goes to disk goes to ``directories``, unless ``values`` name one.
-
-        Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all errors, each after ``where``.
-        """
-        return from_mapping(cls, values, where)
-
-    def writes_files(self) -> bool:
-        """Whether state goes to files, so that settings of drives apply even if no activations do."""
-        return False
 
     # -- model and optimizer --------------------------------------------------------------------------------------------
 

@@ -1,13 +1,12 @@
-"""The optimizer that a script has made, after the one of a memory mode has taken its place.
+"""Lets the schedulers of a replaced optimizer set the options of the memory mode's.
 
 Note: schedulers
-    A learning-rate scheduler keeps the optimizer it was made with, and reads and writes that one's groups. There may be more
-    or fewer of them than in the new optimizer. They become views of the new optimizer's groups, so that there is one
-    learning rate to be scheduled, saved and loaded.
+    A learning-rate scheduler keeps the optimizer it was made with, and reads and writes that one's groups. These become views
+    of the new optimizer's groups, so that there is one learning rate to be scheduled, saved and loaded.
 """
 
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ SHARED = ("lr", "betas", "eps")
 """What the optimizer of a memory mode has once for all parameters."""
 
 _UNUSABLE = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
+_MEMBERS = {"params", "param_names"}
 _ABSENT = object()
 
 
@@ -27,13 +27,18 @@ def replace_optimizer(
     """Let the schedulers of ``given`` set the learning rate of ``made``, and all methods of ``given`` raise.
 
     What schedulers keep in the groups of ``given``, such as ``initial_lr``, moves to those of ``made``. Neither of the two
-    optimizers keeps the other. ``group_by_group``: ``made`` has the same groups, and each its own rate.
+    optimizers keeps the other. ``group_by_group``: ``made`` has the same groups, and each its own options.
     """
-    made_ref, given_ref = weakref.ref(made), weakref.ref(given)
     if group_by_group:
-        given.param_groups = _paired_views(given, made, made_ref)  # type: ignore[assignment]
+        views = [
+            view
+            for number, group in enumerate(given.param_groups)
+            for view in _views([group], given.defaults, made, slice(number, number + 1), made.param_groups[number])
+        ]
     else:
-        given.param_groups = _shared_views(given, made, made_ref)  # type: ignore[assignment]
+        views = _views(given.param_groups, given.defaults, made, slice(None), SHARED)
+    given.param_groups = views  # type: ignore[assignment]
+    given_ref = weakref.ref(given)
 
     def note_step(*_: Any) -> None:
         found = given_ref()
@@ -45,43 +50,26 @@ def replace_optimizer(
         setattr(given, name, _refusal(name))
 
 
-def _paired_views(
-    given: torch.optim.Optimizer, made: torch.optim.Optimizer, made_ref: "weakref.ref[torch.optim.Optimizer]"
-) -> list["_PairedView"]:
+def _views(
+    groups: Sequence[dict[str, Any]],
+    defaults: dict[str, Any],
+    made: torch.optim.Optimizer,
+    span: slice,
+    taken_over: Any,
+) -> "list[_GroupView]":
+    """Views of ``groups``, those of ``made`` in ``span``, which has the options ``taken_over`` from them."""
+    common = _CommonOptions(made, span, len(groups))
+    new = groups[0].keys() - defaults.keys() - made.param_groups[span][0].keys() - _MEMBERS
+    common_keys = {key for key in new if all(key in group and group[key] == groups[0][key] for group in groups)}
+    followed = common_keys | set(taken_over) | _MEMBERS
     views = []
-    for place, (theirs, mine) in enumerate(zip(given.param_groups, made.param_groups, strict=True)):
-        for key in theirs.keys() - given.defaults.keys() - mine.keys() - {"param_names"}:
-            mine[key] = theirs[key]
-        own = {key: value for key, value in theirs.items() if key not in mine}
-        views.append(_PairedView(own | {"params": []}, made_ref, place))
-    return views
-
-
-def _shared_views(
-    given: torch.optim.Optimizer, made: torch.optim.Optimizer, made_ref: "weakref.ref[torch.optim.Optimizer]"
-) -> list["_GroupView"]:
-    first, *others = given.param_groups
-    for key in first.keys() - given.defaults.keys() - made.param_groups[0].keys():
-        if all(key in group and group[key] == first[key] for group in others):
-            for group in made.param_groups:
-                group[key] = first[key]
-    written: list[dict[str, Any]] = [{} for _ in given.param_groups]
-    common = (made.param_groups[0].keys() - given.defaults.keys()) | set(SHARED)
-    views = []
-    for place, group in enumerate(given.param_groups):
-        own = {key: value for key, value in group.items() if key not in common}
+    for number, group in enumerate(groups):
+        own = {key: value for key, value in group.items() if key not in followed}
         # Without its parameters: weights that a mode has replaced would stay.
-        views.append(_GroupView(own | {"params": []}, made_ref, written, place))
-
-    def check(*_: Any) -> None:
-        for key in set().union(*written):
-            if _differs(written, key):
-                raise OffloadError(
-                    f"The optimizer of a memory mode has one {key} for all parameters, and a scheduler has set "
-                    f"{[values.get(key) for values in written]}: use one schedule for all groups."
-                )
-
-    made.register_step_pre_hook(check)
+        views.append(_GroupView(own | {"params": []}, common, number))
+        for key in common_keys:
+            common.write(number, key, group[key])
+    made.register_step_pre_hook(common.check)
     return views
 
 
@@ -96,108 +84,79 @@ def _refusal(name: str) -> Any:
     return refuse
 
 
-def _differs(written: list[dict[str, Any]], key: str) -> bool:
-    first, *others = (values.get(key, _ABSENT) for values in written)
-    return any(value != first for value in others)
+class _CommonOptions:
+    """Options that groups of the new optimizer share with groups of the replaced one.
+
+    A scheduler writes to one group after the other, and may read the next one only then. So what it has written reaches the
+    new optimizer as soon as it is the same in all groups. Until then it is pending, and each group has a value of its own.
+    """
+
+    def __init__(self, made: torch.optim.Optimizer, span: slice, count: int):
+        self._made = weakref.ref(made)
+        self._span = span
+        self._count = count
+        self._pending: dict[str, list[Any]] = {}
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Those of the new optimizer."""
+        made = self._made()
+        if made is None:
+            raise OffloadError(
+                "The optimizer of a memory mode has gone, and a scheduler of it is still in use: keep both."
+            )
+        return made.param_groups[self._span]
+
+    def read(self, number: int, key: str) -> Any:
+        """The option of group ``number`` of the replaced optimizer."""
+        value = self._pending[key][number] if key in self._pending else self.groups[0].get(key, _ABSENT)
+        if value is _ABSENT:
+            raise KeyError(key)
+        return value
+
+    def write(self, number: int, key: str, value: Any) -> None:
+        """Set it."""
+        values = self._pending.setdefault(key, [self.groups[0].get(key, _ABSENT)] * self._count)
+        values[number] = value
+        if all(one == value for one in values):
+            del self._pending[key]
+            for group in self.groups:
+                group[key] = value
+
+    def check(self, *_: Any) -> None:
+        """Raise :class:`~hf_offload.errors.OffloadError` before a step that has no single value of an option."""
+        for key, values in self._pending.items():
+            raise OffloadError(
+                f"The optimizer of a memory mode has one {key} for all parameters, and a scheduler has set "
+                f"{[value for value in values if value is not _ABSENT]}: use one schedule for all groups."
+            )
 
 
 class _GroupView(MutableMapping[str, Any]):
-    """A group of the replaced optimizer.
+    """A group of the replaced optimizer: its ``own`` options do not change any more, all others are the new optimizer's."""
 
-    A scheduler writes to one group after the other, and may read the next one only then. So what it has written reaches the
-    new optimizer as soon as it is the same in all groups, and until then each group has a value of its own.
-    """
-
-    def __init__(
-        self,
-        own: dict[str, Any],
-        made: "weakref.ref[torch.optim.Optimizer]",
-        written: list[dict[str, Any]],
-        place: int,
-    ):
+    def __init__(self, own: dict[str, Any], common: _CommonOptions, number: int):
         self._own = own
-        self._made = made
-        self._written = written
-        self._place = place
+        self._common = common
+        self._number = number
 
     def __getitem__(self, key: str) -> Any:
-        if key in self._own:
-            return self._own[key]
-        return self._written[self._place][key] if _differs(self._written, key) else self._groups()[0][key]
+        return self._own[key] if key in self._own else self._common.read(self._number, key)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if key in self._own:
-            _refuse_change(key, self._own[key], value)
-            return
-        groups = self._groups()
-        if not _differs(self._written, key):
-            # A state may have been loaded since the last write.
-            for values in self._written:
-                values.pop(key, None)
-                if key in groups[0]:
-                    values[key] = groups[0][key]
-        self._written[self._place][key] = value
-        if not _differs(self._written, key):
-            for group in groups:
-                group[key] = value
+        if key not in self._own:
+            self._common.write(self._number, key, value)
+        elif self._own[key] != value:
+            raise OffloadError(
+                f"A schedule of {key} does not reach the optimizer of a memory mode: drop it, or pass cycle_momentum=False "
+                "to a OneCycleLR or CyclicLR."
+            )
 
     def __delitem__(self, key: str) -> None:
-        _refuse_removal(key)
+        raise OffloadError(f"{key} cannot be taken out of the optimizer of a memory mode.")
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**self._groups()[0], **self._written[self._place], **self._own})
+        return iter({**self._common.groups[0], **self._own})
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return _groups_of(self._made)
-
-
-class _PairedView(MutableMapping[str, Any]):
-    """A group of the replaced optimizer, where the new one has the same groups."""
-
-    def __init__(self, own: dict[str, Any], made: "weakref.ref[torch.optim.Optimizer]", place: int):
-        self._own = own
-        self._made = made
-        self._place = place
-
-    def __getitem__(self, key: str) -> Any:
-        return self._own[key] if key in self._own else self._group()[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key in self._own:
-            _refuse_change(key, self._own[key], value)
-        else:
-            self._group()[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        _refuse_removal(key)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self._group(), **self._own})
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def _group(self) -> dict[str, Any]:
-        return _groups_of(self._made)[self._place]
-
-
-def _refuse_change(key: str, present: Any, value: Any) -> None:
-    if present != value:
-        raise OffloadError(
-            f"A schedule of {key} does not reach the optimizer of a memory mode: drop it, or pass cycle_momentum=False to a "
-            "OneCycleLR or CyclicLR."
-        )
-
-
-def _refuse_removal(key: str) -> None:
-    raise OffloadError(f"{key} cannot be taken out of the optimizer of a memory mode.")
-
-
-def _groups_of(made_ref: "weakref.ref[torch.optim.Optimizer]") -> list[dict[str, Any]]:
-    made = made_ref()
-    if made is None:
-        raise OffloadError("The optimizer of a memory mode has gone, and a scheduler of it is still in use: keep both.")
-    return made.param_groups

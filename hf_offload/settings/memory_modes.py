@@ -4,18 +4,17 @@ an existing class are a line alone.
 
 import dataclasses
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import choose, collect_errors
+from hf_offload.settings.load import choose, collect_errors, from_mapping
 from hf_offload.settings.shown import shown
 from hf_offload.settings.text_files import parse_json
 from hf_offload.settings.values import mapping
 
 if TYPE_CHECKING:
     from hf_offload.memory_modes.protocol import MemoryMode
-    from hf_offload.settings.schema import Directory
 
 NONE = "none"
 """All weights, with the optimizer that the training arguments name."""
@@ -73,9 +72,8 @@ def mode_class(name: str) -> "type[MemoryMode]":
     return MODES[name].load()
 
 
-def memory_mode(name: str, settings: Any = None, directories: "Sequence[Directory]" = ()) -> "MemoryMode | None":
-    """The mode ``name`` with ``settings``, a mapping or its JSON text; None for ``"none"``. State that goes to disk goes to
-    ``directories``, if the settings name none.
+def memory_mode(name: str, settings: Any = None) -> "MemoryMode | None":
+    """The mode ``name`` with ``settings``, a mapping or its JSON text; None for ``"none"``.
 
     Example, for a loop of your own::
 
@@ -107,7 +105,7 @@ def memory_mode(name: str, settings: Any = None, directories: "Sequence[Director
                 )
         with check:
             given = {key: value for key, value in values.items() if key in known}
-            found = mode.from_settings({**MODES[name].defaults, **given}, f"memory_mode={name!r}", directories)
+            found = from_mapping(mode, {**MODES[name].defaults, **given}, f"memory_mode={name!r}")
     return found
 
 

@@ -368,15 +368,14 @@ class OffloadConfig:
 
         Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all errors in its settings.
         """
-        return memory_mode(self.memory_mode, self.memory_mode_kwargs, self.directories)
+        return memory_mode(self.memory_mode, self.memory_mode_kwargs)
 
     def without_mode(self) -> "OffloadConfig":
         """The same for a model that is prepared for its memory mode already."""
         return with_checked(self, memory_mode=NONE, memory_mode_kwargs=None)
 
     def _state_goes_to_files(self) -> bool:
-        mode = self.mode()
-        return bool({self.optimizer, self.params} & {"ssd", "auto"}) or (mode is not None and mode.writes_files())
+        return bool({self.optimizer, self.params} & {"ssd", "auto"})
 
     @property
     def sampling(self) -> SampledLinearConfig | None:
@@ -413,9 +412,7 @@ DRIVE_SETTINGS = tuple(field.name for field in dataclasses.fields(OffloadConfig)
 
 
 def with_checked(config: OffloadConfig, **values: Any) -> OffloadConfig:
-    """``config`` with other values, which were read before. Settings of drives stay, even if only a memory mode that is no
-    longer named writes files.
-    """
+    """``config`` with other values, which were read before."""
     found = copy.copy(config)
     for name, value in values.items():
         object.__setattr__(found, name, value)

@@ -83,8 +83,8 @@ def stream(
 
     An optimizer of a class that is not :mod:`known <hf_offload.state.known>` steps as a whole.
 
-    Raises :class:`~hf_offload.errors.OffloadConfigError` for an optimizer of a memory mode, for one whose ``step`` was
-    replaced, and unless it ``must_stream`` for one that steps as a whole.
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for an optimizer whose ``step`` was replaced, and unless it
+    ``must_stream`` for one that steps as a whole.
     """
     present = _streamed.get(optimizer)
     if present is not None:
@@ -120,8 +120,6 @@ def check_streamable(optimizer: Optimizer, must_stream: bool = False) -> None:
             f"The step of this {kind.__name__} was replaced by {step!r}, which would not be called any more: "
             "prepare the optimizer first, and replace its step then."
         )
-    if kind.__module__.startswith("hf_offload."):
-        raise OffloadConfigError(f"{kind.__name__} decides about all weights together.")
     if not must_stream and not steps_by_weight(optimizer, kind):
         raise OffloadConfigError(
             f"{kind.__name__} is not known to step each weight by itself, so its step needs all state in memory. With "

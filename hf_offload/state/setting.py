@@ -11,7 +11,6 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.plan.windows import part_bytes, state_window
-from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.state.optimizer import stream, streaming_of
 from hf_offload.state.refusals import is_compiled, refuse_scripts, refuse_shards
@@ -94,19 +93,12 @@ class StreamedSetting:
                 must_stream=self._must_stream,
             )
         except OffloadConfigError as error:
-            mode, own = self._config.memory_mode, type(optimizer).__module__.startswith("hf_offload.")
-            if mode == NONE and not own:
-                if self._is_planned or self._must_stream:
-                    raise
-                self._place = "none"
-                self.close()
-                logger.warning("State and gradients stay in memory, though optimizer='auto' would move them. %s", error)
-                return
-            of_mode = "that of a memory mode" if mode == NONE else f"which memory_mode={mode!r} trains with"
-            raise OffloadConfigError(
-                f"The state of {type(optimizer).__name__}, {of_mode}, cannot be streamed: set optimizer='none', or another "
-                f"memory mode. {'It decides about all weights together.' if own else error}"
-            ) from error
+            if self._is_planned or self._must_stream:
+                raise
+            self._place = "none"
+            self.close()
+            logger.warning("State and gradients stay in memory, though optimizer='auto' would move them. %s", error)
+            return
         streaming.let_stay(())  # what a plan of another session has kept
         self._end_watch()
         self._streamings.add(streaming)

@@ -23,7 +23,7 @@ def train(model, optimizer, steps, first=0):
 def test_state_waits_in_ram_and_comes_back(fused):
     model = tiny_model("llama", dropout=0.0).cuda()
     usual = copy.deepcopy(model)
-    config = BlockwiseConfig(order="ascending", outside="never", switch_every=2, inactive_state="ram")
+    config = BlockwiseConfig(order="ascending", outside="never", switch_every=2, inactive_state="keep")
     optimizer = BlockwiseOptimizer(model.parameters(), model, config, lr=1e-2, fused=fused)
     layers = list(usual.model.layers)
     plain = [torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=fused) for layer in layers]

@@ -331,37 +331,6 @@ def sharded(rank, folder):
             assert torch.equal(parameter.to_local(), expected[name].to_local()), name
 
 
-def on_disk(rank, folder):
-    """Each process has files of its own, and of sharded state its own part."""
-    from torch.distributed.fsdp import fully_shard
-
-    for shards in (False, True):
-        found = []
-        for tier in ("ram", "ssd"):
-            directory = folder if tier == "ssd" else None
-            config = BlockwiseConfig(
-                order="ascending", outside="turns", switch_every=1, inactive_state=tier, directory=directory
-            )
-            model = tiny_model("llama", dropout=0.0)
-            wrapped = fully_shard(model) if shards else DistributedDataParallel(model, find_unused_parameters=True)
-            optimizer = build(model, config, eps=1e-3)
-            for step in range(7):
-                train_part(wrapped, optimizer, rank, step)
-            states = optimizer.state_dict()["state"]
-            found.append([
-                one.to_local() if hasattr(one, "to_local") else one
-                for one in (*model.parameters(), *(states[place][key] for place in sorted(states) for key in states[place]))
-            ])  # fmt: skip
-            if tier == "ssd":
-                # Between two turns everything waits: all had their turn, and the next one's state is read at its first step.
-                sizes = [optimizer._parked.nbytes(name) for name in optimizer._on_disk()]
-                assert len(sizes) == sum(1 for _ in model.parameters())
-                whole = sum(8 * p.numel() + 4 for p in model.parameters())
-                assert 0.4 * whole < sum(sizes) < 0.6 * whole if shards else sum(sizes) == whole
-        assert len(found[0]) == len(found[1])
-        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-
-
 def sharded_after_the_optimizer(rank, folder):
     """As Accelerate does it: the groups are given the sharded parameters."""
     from torch.distributed.fsdp import fully_shard
@@ -396,7 +365,6 @@ WORKS = (
     replicated_without_unused,
     replicated_too_late,
     sharded,
-    on_disk,
     sharded_after_the_optimizer,
     accelerated,
 )

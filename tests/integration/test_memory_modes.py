@@ -15,8 +15,9 @@ from transformers import HfArgumentParser, Trainer, TrainerCallback
 
 from hf_offload import OffloadConfigError, OffloadTrainingArguments
 from hf_offload.optimizers.blockwise import BlockwiseOptimizer
-from hf_offload.optimizers.projected import ProjectedAdamW
+from hf_offload.optimizers.projected import GaLoreConfig, ProjectedAdamW
 from hf_offload.settings.memory_modes import MODES, memory_mode
+from hf_offload.state.registry import parked_of
 from tests.helpers.loaded_processes import run_python
 from tests.helpers.tables import rows
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
@@ -297,59 +298,36 @@ def test_loops_of_ones_own(mode):
     assert same(*found)
 
 
-@pytest.mark.parametrize("offload", [True, False])
-def test_state_on_disk_goes_where_activations_do_and_resumes(offload, tmp_path):
-    """Or where the settings of the mode say."""
-    folders = [tmp_path / "tier", tmp_path / "other"]
-    for folder in folders:
-        folder.mkdir()
-    settings = {
-        "switch_every": 2,
-        "order": "ascending",
-        "inactive_state": "ssd",
-        "directory": None if offload else str(folders[1]),
-    }
-    others = {"offload": "ssd", "offload_directory": str(folders[0])} if offload else {}
-    # Five units, each two steps: after twelve the first one goes on with what it had.
-    long = {"max_steps": 14, "save_strategy": "steps", "save_steps": 7} | others
-    whole = trainer(tmp_path, "badam", settings, **long)
-    whole.train()
-    tier = whole.optimizer.optimizer._parked._tier
-    assert tier.where == str(folders[0 if offload else 1])
-    assert tier.stats.read_bytes > 0
-    again = trainer(tmp_path, "badam", settings, **long | {"save_strategy": "no"})
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
-    assert same(whole.model, again.model)
-    in_ram = trained(tmp_path, "badam", settings=settings | {"inactive_state": "ram", "directory": None}, max_steps=14)
-    assert same(whole.model, in_ram.model)
-    dropped = trained(
-        tmp_path, "badam", settings=settings | {"inactive_state": "drop", "directory": None}, max_steps=14
-    )
-    assert not same(whole.model, dropped.model)
-    assert not any(list(folder.iterdir()) for folder in folders)
+@pytest.mark.parametrize("own", [{}, {"update_in_backward": True}, {"targets": ["q_proj"]}])
+def test_a_state_dict_has_the_settings_of_the_method_alone(own):
+    method = {"rank": 4, "update_proj_gap": 3}
+    assert memory_mode("galore", method | own).as_dict() == GaLoreConfig(**method).as_dict()
 
 
-def test_state_alone_goes_to_files_within_the_limits_of_the_arguments(tmp_path):
-    settings = {"switch_every": 1, "order": "ascending", "inactive_state": "ssd"}
-    limits = {"offload_directory": str(tmp_path), "offload_disk_budget": "64MiB"}
-    run = trainer(tmp_path, "badam", settings, max_steps=3, **limits)
-    found = []
-
-    class Look(TrainerCallback):
-        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
-            parked = optimizer.optimizer._parked
-            found.append((parked._tier.where, parked._storage.disk.limit_bytes))
-
-    run.add_callback(Look())
-    run.train()
-    assert found == [(str(tmp_path), 64 << 20)] * 3
-
-
-def test_a_directory_of_its_own_goes_before_that_of_activations(tmp_path):
-    own = {"inactive_state": "ssd", "directory": str(tmp_path / "own")}
-    general = [tmp_path / "general"]
-    assert memory_mode("badam", own, general).config.directories == (tmp_path / "own",)
-    assert memory_mode("badam", own | {"directory": None}, general).config.directories == tuple(general)
+@pytest.mark.parametrize(
+    ("mode", "settings"),
+    [
+        ("galore", {"rank": 4, "update_proj_gap": 2}),
+        ("apollo", {"rank": 4, "update_proj_gap": 2, "update_in_backward": True}),
+        ("badam", {"switch_every": 1, "order": "ascending", "inactive_state": "keep"}),
+        ("lisa", {"blocks_active": 1, "switch_every": 2}),
+    ],
+)
+def test_state_of_its_optimizer_leaves_memory_and_changes_no_bit(mode, settings, tmp_path):
+    # Of BAdam, five units: after five steps, the first one goes on with what it had.
+    norm = {"max_grad_norm": 0.0} if "update_in_backward" in settings else {}
+    long = {"max_steps": 7, "save_strategy": "steps", "save_steps": 3} | norm
+    expected = trained(tmp_path / "memory", mode, settings=settings, max_steps=7, **norm)
+    moved = {"offload_optimizer": "ssd", "offload_directory": str(tmp_path), "offload_min_bytes": 1}
+    run = trained(tmp_path / "tier", mode, settings=settings, **long, **moved)
+    assert same(run.model, expected.model)
+    assert losses(run) == losses(expected)
+    optimizer = run.optimizer.optimizer
+    away = [one for state in optimizer.state.values() for one in state.values() if parked_of(one) is not None]
+    assert away
+    again = trainer(tmp_path / "tier", mode, settings, **long | {"save_strategy": "no"}, **moved)
+    again.train(resume_from_checkpoint=str(tmp_path / "tier" / "checkpoint-3"))
+    assert same(again.model, expected.model)
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
@@ -367,8 +345,7 @@ def test_a_directory_of_its_own_goes_before_that_of_activations(tmp_path):
         ("galore", "[4]", "not a mapping"),
         ("none", {"rank": 4}, "memory_mode is 'none'"),
         ("lisa", {"blocks_active": 0}, "blocks_active=0"),
-        ("lisa", {"inactive_state": "disk"}, "choose one of drop, ram, ssd"),
-        ("lisa", {"directory": "/nvme"}, "directory given, but inactive_state='drop' writes no files"),
+        ("lisa", {"inactive_state": "disk"}, "choose one of drop, keep"),
         ("lora", {"dropout": 1.0}, "not a probability"),
     ],
 )
@@ -400,7 +377,6 @@ def test_what_does_not_go_together(others, part, tmp_path):
         ("lora", {"rank": 1000}, "rank=1000 is above the smaller dimension of model.layers.0"),
         ("galore", {"rank": 1000}, "rank"),
         ("lisa", {"blocks_active": 7}, "blocks_active=7"),
-        ("lisa", {"inactive_state": "ssd", "directory": "/no/such/folder"}, "'/no/such/folder' does not exist"),
     ],
 )
 def test_settings_that_do_not_fit_the_model(mode, settings, part, tmp_path):

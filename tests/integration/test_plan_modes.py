@@ -282,13 +282,13 @@ def test_state_that_waits_is_counted_where_it_lies(dtype):
     base = {"switch_every": 1, "order": "ascending"}
     shape, computer = workload_of("llama", dtype), dataclasses.replace(CARD, device="cpu")
     counted = {
-        (tier, machine.device): count_workload(
-            shape.in_mode("badam", base | {"inactive_state": tier}), machine
+        (waiting, machine.device): count_workload(
+            shape.in_mode("badam", base | {"inactive_state": waiting}), machine
         ).state_bytes
-        for tier in ("drop", "ram", "ssd")
+        for waiting in ("drop", "keep")
         for machine in (CARD, computer)
     }
-    mode = memory_mode("badam", base | {"inactive_state": "ram"})
+    mode = memory_mode("badam", base | {"inactive_state": "keep"})
     model = tiny_model("llama", dropout=0.0).to(dtype)
     optimizer = mode.optimizer(model, weight_decay=0.0, lr=1e-3)
     held, end_turn = [], optimizer._end_turn
@@ -302,9 +302,9 @@ def test_state_that_waits_is_counted_where_it_lies(dtype):
         model(**tiny_batch("llama")).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert counted.pop(("ram", "cpu")) == max(held)
+    assert counted.pop(("keep", "cpu")) == max(held)
     assert len(set(counted.values())) == 1
-    assert max(held) > counted["ssd", "cpu"]
+    assert max(held) > counted["drop", "cpu"]
 
 
 def quantised_bytes(model):

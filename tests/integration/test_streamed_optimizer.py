@@ -9,7 +9,6 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 
 from hf_offload import OffloadCallback, OffloadConfig, OffloadTrainingArguments
-from hf_offload.errors import OffloadConfigError
 from hf_offload.session import attach
 from hf_offload.state.optimizer import streaming_of
 from tests.helpers.tables import rows
@@ -245,9 +244,3 @@ def test_a_plan_for_a_budget_counts_what_stays_in_memory(place, tmp_path):
         assert footprint.base_bytes + footprint.gradient_bytes < 1.2 * weights
     else:
         assert footprint.base_bytes + footprint.gradient_bytes >= 4 * weights
-
-
-@pytest.mark.parametrize(("mode", "settings"), [("galore", '{"rank": 4}'), ("lisa", None)])
-def test_the_trainer_names_a_memory_mode_whose_state_cannot_be_streamed(mode, settings, tmp_path):
-    with pytest.raises(OffloadConfigError, match=f"memory_mode='{mode}': .*cannot be streamed"):
-        trained(tmp_path / "run", "ssd", memory_mode=mode, memory_mode_kwargs=settings)

@@ -11,10 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from hf_offload import OffloadConfig, attach
 from hf_offload.errors import OffloadConfigError
 from hf_offload.state.gradients import parked_gradient
 from hf_offload.state.optimizer import streaming_of
-from tests.helpers.streamed import Run, batch, let_state_come_and_go, mlp, same, stream_in_parts, train
+from tests.helpers.streamed import Run, batch, copied, let_state_come_and_go, mlp, same, stream_in_parts, train
 from tests.helpers.unusual_optimizers import (
     Factored,
     FillsGradients,
@@ -657,13 +658,28 @@ def _with_own_step(model):
     return optimizer
 
 
-@pytest.mark.parametrize("mode", ["lisa", "badam", "apollo_mini", "frugal"])
-def test_memory_modes_whose_optimizers_cannot_be_streamed_say_so(mode, tmp_path):
-    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=512, n_positions=32)
-    model = GPT2LMHeadModel(config)
-    run = Run("ssd", tmp_path, memory_mode=mode)
-    with pytest.raises(OffloadConfigError, match=f"memory_mode='{mode}' trains with, cannot be streamed"):
-        run.prepare(model, torch.optim.AdamW(model.parameters()))
+@pytest.mark.parametrize("mode", ["lisa", "badam", "apollo_mini", "frugal", "galore"])
+def test_optimizers_of_memory_modes_have_the_bits_of_the_run_in_memory(mode, tmp_path):
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=512, n_positions=32, resid_pdrop=0.0)
+    settings = {"galore": {"rank": 4}, "lisa": {"blocks_active": 1, "switch_every": 1}, "badam": {"switch_every": 1}}
+    found = []
+    for place in ("none", "ssd"):
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(config).eval()
+        files = {} if place == "none" else {"directory": tmp_path}
+        asked = {"memory_mode": mode, "memory_mode_kwargs": settings.get(mode), "optimizer": place, "min_bytes": 256}
+        session = attach(model, OffloadConfig(tier="none", **asked, **files))
+        optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for step in range(5):
+            tokens = torch.arange(16)[None] + step
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            session.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(copied([model.state_dict(), optimizer.state_dict()]))
+        assert (streaming_of(optimizer) is not None) == (place == "ssd")
+        session.detach()
+    assert same(*found)
 
 
 def test_activations_leave_memory_with_the_optimizer(tmp_path, monkeypatch):

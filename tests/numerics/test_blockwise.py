@@ -69,7 +69,7 @@ def decaying(optimizer):
     [
         (torch.optim.AdamW, {"lr": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.1}),
         (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9}),
-        (torch.optim.Adagrad, {"lr": 1e-2}),
+        (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.9}),
     ],
 )
 def test_a_block_that_always_trains_gets_the_usual_updates(optimizer, options):
@@ -114,10 +114,10 @@ def test_a_block_starts_anew_in_each_turn():
     assert_equal(weights(model), weights(usual))
 
 
-def test_state_in_ram_is_found_again():
+def test_state_that_is_kept_is_found_again():
     model = model_of_four()
     usual = copy.deepcopy(model)
-    config = BlockwiseConfig(order=[LAYERS[2], LAYERS[0]], outside="never", switch_every=2, inactive_state="ram")
+    config = BlockwiseConfig(order=[LAYERS[2], LAYERS[0]], outside="never", switch_every=2, inactive_state="keep")
     blockwise = BlockwiseOptimizer(model.parameters(), model, config, lr=1e-2)
     train(model, blockwise, 8)
     layers = [usual.model.layers[2], usual.model.layers[0]]
@@ -482,9 +482,9 @@ def test_memory_is_flat_over_300_steps():
     assert len(set(sizes)) == 1
 
 
-def test_state_in_ram_is_no_state_of_the_device():
+def test_state_that_waits_is_not_that_of_the_turn():
     model = model_of_four()
-    config = BlockwiseConfig(order="ascending", outside="never", switch_every=2, inactive_state="ram")
+    config = BlockwiseConfig(order="ascending", outside="never", switch_every=2, inactive_state="keep")
     optimizer = BlockwiseOptimizer(model.parameters(), model, config, lr=1e-4)
     sizes = set()
     for step in range(16):
@@ -553,7 +553,7 @@ def saved_and_loaded(state):
 
 LISA = BlockwiseConfig.lisa(blocks_active=2, switch_every=3)
 BADAM = BlockwiseConfig.badam(switch_every=3)
-RAM = BlockwiseConfig(order="ascending", switch_every=1, inactive_state="ram", outside="turns")
+KEPT = BlockwiseConfig(order="ascending", switch_every=1, inactive_state="keep", outside="turns")
 
 
 @pytest.mark.parametrize(
@@ -563,8 +563,8 @@ RAM = BlockwiseConfig(order="ascending", switch_every=1, inactive_state="ram", o
         (LISA, torch.bfloat16, decaying),
         (BADAM, torch.float32, decaying),
         (BADAM, torch.bfloat16, None),
-        (RAM, torch.float32, decaying),
-        (RAM, torch.bfloat16, None),
+        (KEPT, torch.float32, decaying),
+        (KEPT, torch.bfloat16, None),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(config, dtype, schedule):
@@ -709,7 +709,7 @@ def test_all_mistakes_of_the_settings_are_told_at_once():
         )  # fmt: skip
     found = str(error.value)
     assert found.startswith("7 errors")
-    for word in ("blocks_active=0", "switch_every=0", "'ascending'?", "'always'?", "drop, ram", "seed=0.5", "'yes'"):
+    for word in ("blocks_active=0", "switch_every=0", "'ascending'?", "'always'?", "drop, keep", "seed=0.5", "'yes'"):
         assert word in found, word
     with pytest.raises(OffloadConfigError, match="each once"):
         BlockwiseConfig(order=["a", "a"])
@@ -723,6 +723,13 @@ def test_what_does_not_fit_the_model_is_told_at_once():
     for word in ("blocks_active=5", "'model.layers.1'?", "'momentum'", "1 parameters are not of this LlamaForCausalLM"):
         assert word in str(error.value), word
     assert trained(model) == under(model, "model", "lm_head")
+    assert not model._forward_pre_hooks
+
+
+def test_an_optimizer_that_begins_with_a_state_is_refused():
+    model = model_of_four()
+    with pytest.raises(OffloadConfigError, match="Adagrad makes its state before its first step"):
+        BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig(), torch.optim.Adagrad, lr=1)
     assert not model._forward_pre_hooks
 
 

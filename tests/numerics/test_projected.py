@@ -4,7 +4,6 @@ import io
 import itertools
 
 import pytest
-import scipy.linalg
 import torch
 
 from hf_offload.errors import OffloadConfigError
@@ -395,44 +394,21 @@ def raising(*_, **__):
     raise torch.linalg.LinAlgError("did not converge")
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_svd_that_fails_is_done_in_another_way(monkeypatch, exact):
+def test_svd_that_fails_is_done_in_another_way(monkeypatch):
     matrix = gradient((20, 12), 0)
     wanted = leading_vectors(matrix, 4, "right", exact=True)[1]
-
-    def check(atol):
-        found = leading_vectors(matrix, 4, "right", exact=exact, generator=torch.Generator().manual_seed(0))[1]
-        torch.testing.assert_close((found @ wanted.t()).abs(), torch.eye(4), atol=atol, rtol=0)
-
-    if not exact:
-        monkeypatch.setattr(torch.linalg, "qr", raising)
+    monkeypatch.setattr(torch.linalg, "qr", raising)
+    found = leading_vectors(matrix, 4, "right", generator=torch.Generator().manual_seed(0))[1]
+    assert torch.equal(found, wanted)
     monkeypatch.setattr(torch.linalg, "svd", raising)
-    check(1e-4)  # gesvd
-    monkeypatch.setattr(scipy.linalg, "svd", raising)
-    check(1e-4)  # eigh; one side needs no QR
-    monkeypatch.setattr(torch.linalg, "eigh", raising)
-    assert leading_vectors(matrix, 4, "right", exact=exact) is None
+    assert leading_vectors(matrix, 4, "right", generator=torch.Generator().manual_seed(0)) is None
 
 
 def test_vectors_that_are_no_numbers_are_not_taken(monkeypatch):
     """LAPACK raises then, but not every library does."""
     matrix = gradient((20, 12), 0)
-    wanted = leading_vectors(matrix, 4, "left", exact=True)[0]
     monkeypatch.setattr(torch.linalg, "svd", lambda m, **_: tuple(torch.full_like(m, float("nan")) for _ in range(3)))
-    found = leading_vectors(matrix, 4, "left", exact=True)[0]
-    torch.testing.assert_close((found.t() @ wanted).abs(), torch.eye(4), atol=1e-4, rtol=0)
-
-
-def test_vectors_through_the_gram_matrix_are_those_of_both_sides(monkeypatch):
-    for shape in ((20, 12), (12, 20)):
-        matrix = gradient(shape, 0)
-        left, right = leading_vectors(matrix, 4, "full", exact=True)
-        with monkeypatch.context() as broken:
-            broken.setattr(torch.linalg, "svd", raising)
-            broken.setattr(scipy.linalg, "svd", raising)
-            found_left, found_right = leading_vectors(matrix, 4, "full", exact=True)
-        torch.testing.assert_close((found_left.t() @ left).abs(), torch.eye(4), atol=1e-4, rtol=0)
-        torch.testing.assert_close((found_right @ right.t()).abs(), torch.eye(4), atol=1e-4, rtol=0)
+    assert leading_vectors(matrix, 4, "left", exact=True) is None
 
 
 def test_a_gradient_without_numbers_leaves_the_projection_as_it_was(caplog):

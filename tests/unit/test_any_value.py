@@ -202,11 +202,9 @@ MODE_SETTINGS = [
     "order",
     "seed",
     "density",
-    "directory",
     "block_size",
 ]
 MODE_SETTINGS += [
-    "disk_budget",
     "inactive_state",
     "state_dtype",
     "quant_type",

@@ -131,19 +131,6 @@ def test_a_directory_needs_a_tier_that_writes_files(tier):
         OffloadConfig(tier=tier, directory="/a")
 
 
-@pytest.mark.parametrize("tier", ["none", "ram"])
-@pytest.mark.parametrize("name", sorted(set(DRIVE_SETTINGS) - {"on_disk_write_limit"}))
-def test_settings_of_drives_are_taken_where_only_a_memory_mode_writes_files(tier, name):
-    settings = {"tier": tier, "memory_mode": "badam", name: 1 if READERS[name].kind is int else "1GiB"}
-    config = OffloadConfig(**settings, memory_mode_kwargs={"inactive_state": "ssd"})
-    assert name in config.drive_settings
-    assert name in config.without_mode().drive_settings
-    assert drives_for(config, on_host=True) == ()  # those of activations
-    if tier == "ram":
-        with pytest.raises(OffloadConfigError, match=f"{name} given, but tier='ram' writes no files"):
-            OffloadConfig(**settings, memory_mode_kwargs={"inactive_state": "ram"})
-
-
 def test_a_number_of_threads_that_no_machine_starts_is_refused():
     assert OffloadConfig(tier="ssd", io_threads=256).io_threads == 256
     with pytest.raises(OffloadConfigError, match="io_threads=100000 is too large: give 256 or less"):

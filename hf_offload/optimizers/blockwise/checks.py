@@ -1,4 +1,4 @@
-"""What block-wise training refuses: parameters, state and wrappers that do not fit."""
+"""Checks of block-wise training: parameters, state dicts and wrappers."""
 
 from typing import Any
 
@@ -8,16 +8,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.blockwise.freezing import is_waiting
-from hf_offload.optimizers.blockwise.schedule import BlockwiseConfig
 from hf_offload.settings.load import collect_errors
 
 
-def default_options(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
-    """The inner optimizer's defaults for groups. Raises :class:`OffloadConfigError` if it does not take ``options``."""
+def inner_optimizer(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer of this class, for a parameter that does not matter.
+
+    Raises :class:`OffloadConfigError` if it does not take ``options``, or makes state before its first step.
+    """
     try:
-        return optimizer([nn.Parameter(torch.zeros(1))], **options).defaults
+        made = kind([nn.Parameter(torch.zeros(1))], **options)
     except (TypeError, ValueError) as error:
-        raise OffloadConfigError(f"{optimizer.__name__} cannot be built with {options}: {error}") from error
+        raise OffloadConfigError(f"{kind.__name__} cannot be built with {options}: {error}") from error
+    if made.state:
+        raise OffloadConfigError(
+            f"{kind.__name__} makes its state before its first step, and blocks have one for their turn only: use AdamW."
+        )
+    return made
 
 
 def check_parameters(parameters: list[nn.Parameter], names: dict[int, str], module: nn.Module) -> None:
@@ -41,9 +48,7 @@ def check_parameters(parameters: list[nn.Parameter], names: dict[int, str], modu
                 )
 
 
-def checked_state(
-    own: dict[str, Any] | None, settings: dict[str, Any], config: BlockwiseConfig, blocks: list[str]
-) -> dict[str, Any]:
+def checked_state(own: dict[str, Any] | None, settings: dict[str, Any], blocks: list[str]) -> dict[str, Any]:
     """``own``, the optimizer's part of a state dict. Raises :class:`OffloadConfigError` unless it was saved with these
     ``settings`` and of these ``blocks``.
     """
@@ -58,7 +63,7 @@ def checked_state(
                 if own["settings"].get(name) != value:
                     raise OffloadConfigError(
                         f"The state was saved with {name}={own['settings'].get(name)!r}, and the optimizer has "
-                        f"{name}={getattr(config, name, value)!r}: use the same settings, or start without the state."
+                        f"{name}={value!r}: use the same settings, or start without the state."
                     )
         with check:
             if own["blocks"] != blocks:

@@ -1,4 +1,4 @@
-"""Freezing parameters until their turn, and telling them from those that the user froze.
+"""Freezes parameters until their turn, and tells them from those that the user froze.
 
 Note: when blocks are frozen
     Code that wraps a model (``DistributedDataParallel``, ``Accelerator.prepare``) or converts its layers looks once at which
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 # An attribute of the parameter itself: another optimizer finds it later, when this one may be gone.
 _MARK = "_waits_for_its_turn"
@@ -57,8 +56,3 @@ class BeforeForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BeforeForward, ()
-
-
-def running_data_parallel() -> DistributedDataParallel | None:
-    """The ``DistributedDataParallel`` whose forward runs now."""
-    return DistributedDataParallel._get_active_ddp_module()

@@ -2,9 +2,8 @@
 
 Note: turns
     All parameters are in ``param_groups`` from the beginning, so learning-rate schedules and clipping see one optimizer. The
-    update itself is made by an inner optimizer, which has the parameters of the running turn only: it is built at the first
-    step of a turn and goes with it. What lasts is ``state``: that of parameters that train in the next turn, too, is given to
-    the next inner optimizer, that of all others is dropped (or parked in RAM or on disk).
+    update itself is that of a :class:`~hf_offload.state.shadow.Shadow` of the inner optimizer, which steps the parameters of
+    the running turn, or their copies in float32. State is dropped when the turn of its parameter ends, or waits in RAM.
 """
 
 import logging
@@ -22,19 +21,17 @@ from hf_offload.optimizers.blockwise.checks import (
     check_data_parallel,
     check_parameters,
     checked_state,
-    default_options,
+    inner_optimizer,
 )
 from hf_offload.optimizers.blockwise.freezing import (
     BeforeForward,
     freeze,
     is_waiting,
-    running_data_parallel,
     unfreeze,
 )
-from hf_offload.optimizers.blockwise.parked import ParkedState
 from hf_offload.optimizers.blockwise.schedule import HALF, BlockwiseConfig, Schedule, find_trainable_units
 from hf_offload.settings.load import collect_errors
-from hf_offload.storage.service import storage_of
+from hf_offload.state.shadow import Shadow
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +67,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         optimizer: Class of the inner optimizer.
         **options: What the inner optimizer's constructor takes: ``lr``, ``weight_decay`` ...
 
-    Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all errors, before anything is changed; :meth:`step`
-    raises :class:`~hf_offload.errors.StorageError` if state on disk cannot be written, after the step, or read, before it.
+    Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all errors, before anything is changed.
     """
 
     def __init__(
@@ -84,12 +80,13 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     ):
         module = module.module if isinstance(module, DistributedDataParallel) else module
         self.config = config
-        self._class, self._options = optimizer, options
+        self._class = optimizer
         self._names: list[str] = []
         with collect_errors("settings of block-wise training") as check:
             defaults: dict[str, Any] = {}
             with check:
-                defaults = default_options(optimizer, options)
+                inner = inner_optimizer(optimizer, options)
+                self._shadow, defaults = Shadow(inner, optimizer), inner.defaults
             super().__init__(params, defaults)
             names = {id(p): name for name, p in module.named_parameters()}
             mine = [p for group in self.param_groups for p in group["params"]]
@@ -99,15 +96,13 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             with check:
                 self._units = find_trainable_units(module, trainable)
                 self._schedule = Schedule(self._units, config)
-            with check:
-                self._parked = ParkedState(storage_of(module), config)
         self._names = [names[id(p)] for p in mine]
         # Names of parameters that the user froze, before or since.
         self._frozen = set(self._names) - set(trainable.values())
         self._turn = self._steps = 0
         self._begin_turn(self._schedule.turn(0))
         self._masters: dict[str, Tensor] = {}
-        # Parameters whose state was made elsewhere: another device, another dtype, as it was loaded or parked.
+        # Parameters whose state may have another device or dtype than they need: it was loaded, or has waited.
         self._foreign: set[str] = set()
         self._applied = self._warned = False
         self._seen: DistributedDataParallel | None = None
@@ -132,11 +127,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         return self._schedule.cycle
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer state and master weights of what trains; what is parked of others is not counted."""
+        """Bytes of optimizer state and master weights of what trains, without the state that waits."""
         tensors = [t for name, p in self._named() if name in self._trains for t in self.state.get(p, {}).values()]
-        in_memory = sum(t.nbytes for t in [*tensors, *self._masters.values()] if isinstance(t, Tensor))
-        # What the first step of the turn will read from disk is counted, too.
-        return in_memory + sum(self._parked.nbytes(name) for name in self._on_disk() if name in self._trains)
+        return sum(t.nbytes for t in [*tensors, *self._masters.values()] if isinstance(t, Tensor))
 
     def open(self) -> None:
         """Freeze what waits at the next forward again, after a :meth:`close`. Idempotent."""
@@ -158,27 +151,19 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         members = (p for group in self.param_groups for p in group["params"])
         return zip(self._names, members, strict=True)
 
-    def _on_disk(self) -> list[str]:
-        """Names of the parameters whose state is on disk alone."""
-        return [name for name, p in self._named() if name in self._parked and not self.state.get(p)]
-
     def _begin_turn(self, active: tuple[str, ...]) -> None:
         self._active = active
         self._trains = self._trained_in(active)
-        self._inner: torch.optim.Optimizer | None = None
-        self._inner_of: dict[str, Tensor] = {}
 
     def _trained_in(self, active: Iterable[str]) -> set[str]:
         return {name for unit in active for name in self._units.parameters[unit]} - self._frozen
 
     def _before_forward(self) -> None:
-        wrapper = running_data_parallel()
+        wrapper: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
         if wrapper is not None and wrapper is not self._seen:
             trained = set(self._names) == self._trains | self._frozen and self._schedule.cycle == 1
             check_data_parallel(wrapper, trained, any(is_waiting(p) for _, p in self._named()))
             self._seen = wrapper
-        if self._steps >= self.config.switch_every:  # the turn could not be ended: its state did not fit the disk
-            self._end_turn()
         if not self._applied:
             self._apply()
 
@@ -199,15 +184,13 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._notice_frozen()
         active = self._schedule.turn(self._turn + 1)
         leaving = [(name, p) for name, p in self._named() if name in self._trains - self._trained_in(active)]
-        # Before anything else, since it may fail.
-        self._parked.add({name: self.state[p] for name, p in leaving if self.state.get(p)})
         self._turn += 1
         self._steps = 0
         self._begin_turn(active)
         for name, parameter in leaving:
             self._masters.pop(name, None)
             state = self.state.pop(parameter, None)
-            if state is not None and self.config.inactive_state != "drop" and name not in self._parked:
+            if state is not None and self.config.inactive_state == "keep":
                 self.state[parameter] = _on_cpu(state)
                 self._foreign.add(name)
         self._apply()
@@ -230,76 +213,53 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         return loss
 
     def _update(self) -> None:
-        inner = self._inner = self._inner or self._build()
-        trained = [(name, p) for name, p in self._named() if name in self._trains]
-        self._check_gradients(trained)
-        for name, parameter in trained:
-            if name in self._masters:
-                gradient = parameter.grad
-                self._masters[name].grad = None if gradient is None else gradient.to(torch.float32)
-        groups = list(zip(self._groups(), inner.param_groups, strict=True))
-        for group, inside in groups:
-            inside.update(_options_of(group))
-        inner.step()
-        for group, inside in groups:
-            group.update(_options_of(inside))  # some optimizers keep numbers of their own there
-        for name, parameter in trained:
-            if name in self._masters:
-                parameter.copy_(self._masters[name])
-                self._masters[name].grad = None
-            if self._inner_of[name] in inner.state:
-                self.state[parameter] = inner.state[self._inner_of[name]]
+        """A step of the inner optimizer's class, with the parameters of this turn."""
+        self._check_gradients()
+        names = iter(self._names)
+        groups, inside = [], []
+        stepped: dict[str, Tensor] = {}
+        for group in self.param_groups:
+            members = {next(names): parameter for parameter in group["params"]}
+            trained = {name: self._stepped(name, p) for name, p in members.items() if name in self._trains}
+            for name in self._foreign & trained.keys():
+                parameter = members[name]
+                # By the class's own rules for the device and dtype of each part.
+                self.state[parameter] = self._shadow.loaded(trained[name], _options_of(group), self.state[parameter])
+            if trained:
+                groups.append(group)
+                inside.append(_options_of(group) | {"params": list(trained.values())})
+                stepped |= trained
+        self._foreign -= stepped.keys()
+        parameters = {name: parameter for name, parameter in self._named() if name in stepped}
+        before = {stepped[name]: self.state[p] for name, p in parameters.items() if self.state.get(p)}
+        after = self._shadow.step(inside, before, self._shadow.attributes)
+        for group, changed in zip(groups, inside, strict=True):
+            group.update(_options_of(changed))  # some optimizers keep numbers of their own there
+        for name, parameter in parameters.items():
+            tensor = stepped[name]
+            if tensor is not parameter:
+                parameter.copy_(tensor)
+                tensor.grad = None
+            if tensor in after:
+                self.state[parameter] = after[tensor]
 
-    def _check_gradients(self, trained: list[tuple[str, nn.Parameter]]) -> None:
-        if not self._warned and all(p.grad is None for _, p in trained):
+    def _stepped(self, name: str, parameter: Tensor) -> Tensor:
+        """What the inner optimizer steps: the parameter, or its copy in float32, with its gradient."""
+        if parameter.dtype not in HALF or not self.config.master_weights:
+            return parameter
+        master = self._masters.get(name, parameter).detach().to(parameter.device, torch.float32).requires_grad_()
+        master.grad = None if parameter.grad is None else parameter.grad.to(torch.float32)
+        self._masters[name] = master
+        return master
+
+    def _check_gradients(self) -> None:
+        if not self._warned and all(p.grad is None for name, p in self._named() if name in self._trains):
             self._warned = True
             logger.warning(
                 "No parameter that trains now has a gradient (%s), so nothing is updated. Reentrant activation checkpointing "
                 "gives none to a block whose input needs none: set use_reentrant=False.",
                 ", ".join(self._active),
             )
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """The groups that have a parameter that trains now."""
-        names = iter(self._names)
-        return [group for group in self.param_groups if [1 for _ in group["params"] if next(names) in self._trains]]
-
-    def _build(self) -> torch.optim.Optimizer:
-        """The inner optimizer of this turn, with what is known of its parameters' state."""
-        trained = {name: p for name, p in self._named() if name in self._trains}
-        for name, parameter in trained.items():
-            if parameter.dtype in HALF and self.config.master_weights:
-                master = self._masters.get(name, parameter)
-                self._masters[name] = master.detach().to(parameter.device, torch.float32).requires_grad_()
-            self._inner_of[name] = self._masters.get(name, parameter)
-        names = {id(p): name for name, p in trained.items()}
-        groups = [
-            _options_of(group) | {"params": [self._inner_of[names[id(p)]] for p in group["params"] if id(p) in names]}
-            for group in self._groups()
-        ]
-        inner = self._class(groups, **self._options)
-        made = dict(inner.state)  # some optimizers begin with a state
-        foreign = {name: self.state[trained[name]] for name in self._foreign & trained.keys()}
-        foreign |= {name: self._parked.read(name) for name in self._on_disk() if name in trained}
-        self._load_foreign(inner, foreign)
-        for name, parameter in trained.items():
-            if name in foreign:
-                self.state[parameter] = inner.state[self._inner_of[name]]
-            elif self.state.get(parameter):
-                inner.state[self._inner_of[name]] = self.state[parameter]
-            elif self._inner_of[name] in made:
-                inner.state[self._inner_of[name]] = made[self._inner_of[name]]
-        self._foreign -= trained.keys()
-        self._parked.remove(trained)
-        return inner
-
-    def _load_foreign(self, inner: torch.optim.Optimizer, foreign: dict[str, dict[str, Any]]) -> None:
-        """Load states by the inner optimizer's own rules for the device and dtype of each part."""
-        if not foreign:
-            return
-        place = {id(p): i for i, p in enumerate(p for group in inner.param_groups for p in group["params"])}
-        states = {place[id(self._inner_of[name])]: state for name, state in foreign.items()}
-        inner.load_state_dict({"state": states, "param_groups": inner.state_dict()["param_groups"]})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._names:
@@ -311,47 +271,35 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain numbers only: ``torch.load(..., weights_only=True)`` reads it. State on disk is read into RAM.
-
-        Raises :class:`~hf_offload.errors.StorageError` if that cannot be read.
-        """
-        places = {name: place for place, name in enumerate(self._names)}
-        found = super().state_dict()
-        found["state"].update((places[name], self._parked.read(name)) for name in self._on_disk())
-        return found | {
+        """Tensors and plain numbers only: ``torch.load(..., weights_only=True)`` reads it."""
+        numbers = {name: number for number, name in enumerate(self._names)}
+        return super().state_dict() | {
             _KEY: {
                 "settings": self._settings(),
                 "blocks": self._schedule.names,
                 "turn": self._turn,
                 "steps": self._steps,
                 "active": list(self._active),
-                "masters": {places[name]: master.detach() for name, master in self._masters.items()},
+                "masters": {numbers[name]: master.detach() for name, master in self._masters.items()},
             }
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken. Parameters are frozen and unfrozen accordingly at the next forward.
 
-        State that was kept in RAM may be kept on disk now, and the other way round.
-
         Raises :class:`~hf_offload.errors.OffloadConfigError` that lists every difference, if it was taken with other settings
-        or of other blocks, and :class:`~hf_offload.errors.StorageError` if state cannot be written to disk: nothing has
-        changed then.
+        or of other blocks: nothing has changed then.
         """
-        own = checked_state(state_dict.get(_KEY), self._settings(), self.config, self._schedule.names)
+        own = checked_state(state_dict.get(_KEY), self._settings(), self._schedule.names)
         self._notice_frozen()
-        saved = {name: state_dict["state"].get(place) for place, name in enumerate(self._names)}
-        waiting = saved.keys() - self._trained_in(own["active"])
-        # Before anything else, since it may fail.
-        self._parked.replace({name: state for name, state in saved.items() if name in waiting and state is not None})
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._turn, self._steps = own["turn"], own["steps"]
         self._begin_turn(tuple(own["active"]))
-        self._masters = {self._names[place]: master for place, master in own["masters"].items()}
+        self._masters = {self._names[number]: master for number, master in own["masters"].items()}
         self._foreign = set()
-        for name, parameter in self._named():
-            state = saved[name]
-            if state is not None and name not in self._parked:
+        for number, (name, parameter) in enumerate(self._named()):
+            state = state_dict["state"].get(number)
+            if state is not None:
                 self.state[parameter] = state if name in self._trains else _on_cpu(state)
                 self._foreign.add(name)
         self._applied = False

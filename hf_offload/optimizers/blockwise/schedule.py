@@ -3,7 +3,6 @@
 import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,17 +11,15 @@ from torch import Tensor, nn
 from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.blockwise.freezing import is_waiting
 from hf_offload.settings.load import choose, collect_errors, nearest
-from hf_offload.settings.schema import Directory
 from hf_offload.settings.shown import shown
-from hf_offload.settings.values import Reader, flag, folders, items, one_of, read_fields, setting, size, whole
+from hf_offload.settings.values import Reader, flag, items, one_of, read_fields, setting, whole
 from hf_offload.structure.units import find_blocks
 
 HALF = (torch.float16, torch.bfloat16)
 """Dtypes of weights that a step changes by way of float32 copies, if those are asked for."""
 ORDERS = ("draw", "random", "ascending", "descending")
 OUTSIDE = ("always", "turns", "never")
-INACTIVE_STATE = ("drop", "ram", "ssd")
-_OF_FILES = ("directory", "disk_budget")
+INACTIVE_STATE = ("drop", "keep")
 
 
 def _order(name: str, value: Any) -> str | tuple[str, ...]:
@@ -54,13 +51,8 @@ class BlockwiseConfig:
             ``"turns"`` like blocks, each of these modules as one, or ``"never"`` trains.
         seed: Draws depend on it and on the number of the turn alone, so all processes draw the same.
         master_weights: Parameters in 16 bits have a copy in float32 while they train, which the updates go to.
-        inactive_state: State of blocks whose turn is over: ``"drop"``, or keep until they train again, in ``"ram"`` or, in
-            files, on ``"ssd"``. It counts against ``ram_budget``, ``disk_budget`` and ``max_disk_write_bytes`` of a run that
-            offloads. A checkpoint has all that is kept, so saving one reads the files into RAM.
-        directory: For ``"ssd"``: one local directory, or several to stripe over. Default: that of the training arguments, if
-            they offload to one, or else the system's temporary folder, named in the log.
-        disk_budget: For ``"ssd"``: bytes of disk that are set aside for it in each process, as a part of the run's
-            ``disk_budget`` if there is one. Default: what that, and the disk, have left.
+        inactive_state: State of blocks whose turn is over: ``"drop"`` it, or ``"keep"`` it until they train again, where the
+            model is on an accelerator in the RAM of the host. It is part of each checkpoint then.
     """
 
     blocks_active: int = setting(1, whole(1, "of blocks"))
@@ -70,17 +62,10 @@ class BlockwiseConfig:
     seed: int = setting(0, whole(-(2**63)))
     master_weights: bool = setting(True, flag())
     inactive_state: str = setting("drop", one_of(INACTIVE_STATE))
-    directory: Directory | Sequence[Directory] | None = setting(None, folders())
-    disk_budget: int | str | None = setting(None, size())
 
     def __post_init__(self) -> None:
-        with read_fields(self, "settings of block-wise training") as check, check:
-            given = [name for name in _OF_FILES if getattr(self, name) is not None]
-            if given and check.good("inactive_state") and self.inactive_state != "ssd":
-                raise OffloadConfigError(
-                    f"{', '.join(given)} given, but inactive_state={self.inactive_state!r} writes no files: set "
-                    "inactive_state='ssd', or leave it out."
-                )
+        with read_fields(self, "settings of block-wise training"):
+            pass
 
     @classmethod
     def lisa(cls, *, blocks_active: int = 2, switch_every: int = 20, seed: int = 0) -> "BlockwiseConfig":
@@ -100,15 +85,8 @@ class BlockwiseConfig:
         return cls(switch_every=switch_every, order=order, outside=outside, seed=seed)
 
     def plain(self) -> dict[str, bool | int | str | list[str]]:
-        """Every setting that a state depends on as a plain value, for a state dict. On disk is as good as in RAM."""
-        values = {name: value for name, value in vars(self).items() if name not in _OF_FILES}
-        order = self.order if isinstance(self.order, str) else list(self.order)
-        return values | {"order": order, "inactive_state": "drop" if self.inactive_state == "drop" else "ram"}
-
-    @property
-    def directories(self) -> tuple[Path, ...]:
-        """Where files go; empty when none was named."""
-        return self.directory or ()  # type: ignore[return-value]  # __post_init__ made it a tuple of paths
+        """Every setting as a plain value, for a state dict."""
+        return {**vars(self), "order": self.order if isinstance(self.order, str) else list(self.order)}
 
 
 @dataclasses.dataclass(frozen=True)

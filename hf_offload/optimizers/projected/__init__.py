@@ -1,9 +1,9 @@
 """Optimizers with a small state: GaLore, APOLLO, FRUGAL."""
 
 from hf_offload.optimizers.projected.backward import UpdateInBackward
-from hf_offload.optimizers.projected.methods import ApolloConfig, FrugalConfig, GaLoreConfig, ProjectedConfig
+from hf_offload.optimizers.projected.config import ApolloConfig, FrugalConfig, GaLoreConfig, ProjectedConfig
 from hf_offload.optimizers.projected.optimizer import ProjectedAdamW
-from hf_offload.optimizers.projected.sizes import StateBytes, state_bytes
+from hf_offload.optimizers.projected.sizes import state_bytes
 
 __all__ = [
     "ApolloConfig",
@@ -11,7 +11,6 @@ __all__ = [
     "GaLoreConfig",
     "ProjectedAdamW",
     "ProjectedConfig",
-    "StateBytes",
     "UpdateInBackward",
     "state_bytes",
 ]

@@ -1,5 +1,6 @@
 """Updating each parameter in backward, as soon as its gradient is complete, so that full gradients never coexist."""
 
+import functools
 from typing import Any
 
 import torch
@@ -17,32 +18,29 @@ class UpdateInBackward:
     counts it) and ``scheduler.step()`` after that, as always: the bits are those of a run that updates in ``step()``.
     Saving and loading go through the optimizer, before backward or after ``step()``.
 
-    What needs all gradients at once, or the same parameter's twice, is left to the memory mode to refuse
-    (:meth:`~hf_offload.memory_modes.protocol.MemoryMode.conflicts`). Two backward passes without a ``step()`` in between, and
-    a scaler's ``step``, are refused when they happen. (GaLore alone could add up projected gradients, but not at a step that
-    computes a new projection; APOLLO's and FRUGAL's steps need the full gradient.)
-
-    Raises :class:`~hf_offload.errors.OffloadConfigError` for several processes, over which the gradient is not averaged yet
-    when its parameter would be updated, and for an optimizer that updates in backward already.
+    Gradients cannot be clipped by their norm: they are never there at once. Two backward passes without a ``step()`` in
+    between, and the ``step`` of a ``GradScaler``, are refused by name when they happen
+    (:class:`~hf_offload.errors.OffloadConfigError`). Several processes are refused at once: the gradient is not averaged over
+    ranks when its parameter would be updated.
     """
 
     def __init__(self, optimizer: ProjectedAdamW):
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            processes = torch.distributed.get_world_size()
-            if processes > 1:
-                raise OffloadConfigError(
-                    f"Update in backward takes a gradient before it is averaged over {processes} processes: use one process, "
-                    "or update in step()."
-                )
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+            raise OffloadConfigError(
+                f"Update in backward takes a gradient before it is averaged over {distributed.get_world_size()} processes: "
+                "use one process, or update in step()."
+            )
         if optimizer.in_backward:
             raise OffloadConfigError("This optimizer already updates in backward.")
         self._optimizer = optimizer
         self._updated: set[Tensor] = set()
-        self._handles: list[Any] = [optimizer.register_step_post_hook(self._on_step)]
-        for index, group in enumerate(optimizer.param_groups):
+        self._handles: list[Any] = [optimizer.register_step_post_hook(lambda *_: self._updated.clear())]
+        for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter.requires_grad:
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(_Hook(self, index)))
+                    update = functools.partial(self._update, number)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(update))
         optimizer.in_backward = True
 
     def remove(self) -> None:
@@ -52,8 +50,7 @@ class UpdateInBackward:
         self._handles = []
         self._optimizer.in_backward = False
 
-    def update(self, parameter: Tensor, group_index: int) -> None:
-        """The parameter's step; its gradient is gone afterwards."""
+    def _update(self, group_number: int, parameter: Tensor) -> None:
         if parameter in self._updated:
             raise OffloadConfigError(
                 "A parameter got a second gradient before optimizer.step(), but it is updated in backward: call step() after "
@@ -61,19 +58,5 @@ class UpdateInBackward:
             )
         self._updated.add(parameter)
         # The groups are other dicts after a state dict was loaded.
-        self._optimizer.update(parameter, self._optimizer.param_groups[group_index])
+        self._optimizer.update(parameter, self._optimizer.param_groups[group_number])
         parameter.grad = None
-
-    def _on_step(self, *_: Any) -> None:
-        self._updated.clear()
-
-
-class _Hook:
-    """A class at module level, because parameters are copied and pickled with their hooks."""
-
-    def __init__(self, owner: UpdateInBackward, group_index: int):
-        self._owner = owner
-        self._group_index = group_index
-
-    def __call__(self, parameter: Tensor) -> None:
-        self._owner.update(parameter, self._group_index)

@@ -1,4 +1,4 @@
-"""What a projected optimizer refuses: parameters that cannot be projected, and state that is not its own."""
+"""Checks of parameters and state dicts of projected optimizers."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.projected.methods import ProjectedConfig
+from hf_offload.optimizers.projected.config import ProjectedConfig
 from hf_offload.optimizers.projected.projections import Projection
 from hf_offload.settings.load import collect_errors
 

@@ -1,4 +1,4 @@
-"""Tensors of an optimizer's state in the dtype that was asked for: rounded, or in 8 bits with a scale for each block."""
+"""Formats of an optimizer's state: a dtype, or 8 bits with a scale for each block."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The optimizer: AdamW whose state for chosen matrices lies in a small space."""
+"""AdamW whose moments of chosen matrices are those of projected gradients: GaLore, APOLLO, FRUGAL."""
 
 import dataclasses
 import logging
@@ -14,13 +14,13 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.projected import rules
 from hf_offload.optimizers.projected.checks import check_numbers, check_parameters, check_state_dict, sharded
-from hf_offload.optimizers.projected.formats import StateFormat, drop
-from hf_offload.optimizers.projected.methods import (
+from hf_offload.optimizers.projected.config import (
     ApolloConfig,
     FrugalConfig,
     GaLoreConfig,
     ProjectedConfig,
 )
+from hf_offload.optimizers.projected.formats import StateFormat, drop
 from hf_offload.optimizers.projected.projections import (
     Basis,
     Everything,
@@ -43,14 +43,10 @@ logger = logging.getLogger(__name__)
 _MATRIX = 2
 # Read on the host at every step, so they live there.
 _ON_HOST = ("step", "began", "seed")
-NO_SCALER = (
-    "A GradScaler looks at all gradients before a step, and update in backward has one at a time: train in bfloat16, which "
-    "needs no scaler, or update in step()."
-)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _Parameter:
     """What is fixed about one parameter: its name, and its number among the projected ones if it is one."""
 
     name: str
@@ -132,15 +128,15 @@ class ProjectedAdamW(Optimizer):
         self._projectors = StateFormat(method.projector_dtype, method.block_size)
         for form in (self._moments, self._plain_moments, self._projectors):
             form.require()
-        self._places: dict[Tensor, _Place] = {}
+        self._fixed: dict[Tensor, _Parameter] = {}
         self._projected_count = 0
         for group in self.param_groups:
-            names = group.get("param_names") or [f"number {len(self._places) + i}" for i in range(len(group["params"]))]
+            names = group.get("param_names") or [f"number {len(self._fixed) + i}" for i in range(len(group["params"]))]
             for name, parameter in zip(names, group["params"], strict=True):
                 projection = None
                 if group["projected"] and parameter.dim() == _MATRIX:
                     projection = projection_of(method, matrix_shape(parameter, group["transposed"]))
-                self._places[parameter] = _Place(name, self._projected_count, projection)
+                self._fixed[parameter] = _Parameter(name, self._projected_count, projection)
                 self._projected_count += projection is not None
         self._turns = turns(method, self._projected_count) if isinstance(method, FrugalConfig) else []
 
@@ -148,14 +144,17 @@ class ProjectedAdamW(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         # GradScaler.step asks for this before anything else: the one place where it can be refused by name.
         if self.in_backward:
-            raise OffloadConfigError(NO_SCALER)
+            raise OffloadConfigError(
+                "A GradScaler looks at all gradients before a step, and update in backward has one at a time: train in "
+                "bfloat16, which needs no scaler, or update in step()."
+            )
         return False
 
     def _check(self, groups: list[dict[str, Any]]) -> None:
         everything = [(parameter, group["projected"]) for group in groups for parameter in group["params"]]
-        places = self._places
+        fixed = self._fixed
         check_parameters(
-            ((places[one].name, one, wanted, places[one].projection) for one, wanted in everything), self.method
+            ((fixed[one].name, one, wanted, fixed[one].projection) for one, wanted in everything), self.method
         )
 
     @torch.no_grad()
@@ -180,57 +179,57 @@ class ProjectedAdamW(Optimizer):
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         gradient = parameter.grad
-        place = self._places.get(parameter)
-        if place is None or isinstance(parameter, DTensor):
+        fixed = self._fixed.get(parameter)
+        if fixed is None or isinstance(parameter, DTensor):
             # The parameters were replaced since: accelerate does so under FSDP2.
             raise OffloadConfigError(sharded(self.method, "that was put in the place of another"))
         if gradient is None or gradient.is_sparse:
             raise OffloadConfigError(
-                f"Parameter {place.name} has no dense gradient: sparse=True cannot go with this optimizer."
+                f"Parameter {fixed.name} has no dense gradient: sparse=True cannot go with this optimizer."
             )
         state = self.state[parameter]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         steps = int(state["step"].item())  # on the host anyway
         state["step"] += 1
-        if place.projection is None:
+        if fixed.projection is None:
             form = self._plain_moments if parameter.dim() >= _MATRIX else self._vectors
             rules.adamw(parameter, gradient, state, _hyper(group, steps + 1), form)
             return
         weight = parameter.t() if group["transposed"] else parameter
         gradient = gradient.t() if group["transposed"] else gradient
-        space = self._space(place, place.projection, gradient, state, steps)
+        space = self._space(fixed, fixed.projection, gradient, state, steps)
         began = int(state["began"].item()) if "began" in state else 0
         hyper = _hyper(group, steps + 1 - began)
         if isinstance(self.method, FrugalConfig):
             rules.frugal(weight, gradient, state, space, hyper, self._moments, self.method)
         elif isinstance(self.method, ApolloConfig):
-            across = 0 if place.projection.side == "left" else 1
+            across = 0 if fixed.projection.side == "left" else 1
             rules.apollo(weight, gradient, state, _there(space), across, hyper, self._moments, self.method)
         elif isinstance(self.method, GaLoreConfig):
             rules.galore(weight, gradient, state, _there(space), hyper, self._moments, self.method)
 
     def _space(
-        self, place: _Place, projection: Projection, gradient: Tensor, state: dict[str, Any], steps: int
+        self, fixed: _Parameter, projection: Projection, gradient: Tensor, state: dict[str, Any], steps: int
     ) -> Space | None:
         """The space of this step, and in ``state`` whatever a new one changes there. None: no space at all."""
         if projection.kind == "blocks":
-            return self._whole(place, state, steps)
-        if is_refreshed(self.method, place.number, self._projected_count, steps):
-            seed = draw_seed(self.method.seed, place.number, steps)
+            return self._whole(fixed, state, steps)
+        if is_refreshed(self.method, fixed.number, self._projected_count, steps):
+            seed = draw_seed(self.method.seed, fixed.number, steps)
             if projection.drawn_again:
                 state["seed"] = torch.tensor(seed, dtype=torch.int64, device="cpu")
             else:
-                self._new_basis(place, projection, gradient, state, seed)
+                self._new_basis(fixed, projection, gradient, state, seed)
             if self.method.on_refresh == "reset":
                 self._forget(state, steps)
         if projection.drawn_again:
             return drawn_space(projection, int(state["seed"].item()), gradient)
         return self._stored_basis(projection, state, gradient.dtype)
 
-    def _whole(self, place: _Place, state: dict[str, Any], steps: int) -> Space | None:
+    def _whole(self, fixed: _Parameter, state: dict[str, Any], steps: int) -> Space | None:
         assert isinstance(self.method, FrugalConfig)
-        if not is_active(self.method, self._turns, place.number, steps):
+        if not is_active(self.method, self._turns, fixed.number, steps):
             drop(state, rules.FIRST)
             drop(state, rules.SECOND)
             state.pop("began", None)
@@ -245,7 +244,7 @@ class ProjectedAdamW(Optimizer):
         state["began"] = torch.tensor(steps, dtype=torch.float32, device="cpu")
 
     def _new_basis(
-        self, place: _Place, projection: Projection, gradient: Tensor, state: dict[str, Any], seed: int
+        self, fixed: _Parameter, projection: Projection, gradient: Tensor, state: dict[str, Any], seed: int
     ) -> None:
         exact = getattr(self.method, "svd", "") == "exact"
         basis = new_basis(projection, gradient, seed, exact=exact)
@@ -253,7 +252,7 @@ class ProjectedAdamW(Optimizer):
         if basis is None:
             logger.warning(
                 "No singular vectors of the gradient of %s could be computed: its %s.",
-                place.name,
+                fixed.name,
                 "projection stays as it was" if has_old else "first projection is a random one",
             )
             if has_old:

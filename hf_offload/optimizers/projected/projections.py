@@ -1,4 +1,4 @@
-"""What spans the small space that a gradient is projected on, and the way there and back.
+"""Projections of gradients on a small space, and back.
 
 Gradients are ``[m, n]`` = ``[out, in]`` here, however the weight is stored. A projected gradient is called small; it is
 ``[m, r]`` (inputs projected, "right"), ``[r, n]`` (outputs projected, "left"), ``[r, r]`` ("full"), ``[m, r]`` for columns,
@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_offload.optimizers.projected.methods import ApolloConfig, FrugalConfig, GaLoreConfig, ProjectedConfig
+from hf_offload.optimizers.projected.config import ApolloConfig, FrugalConfig, GaLoreConfig, ProjectedConfig
 from hf_offload.optimizers.projected.svd import leading_vectors
 
 _BASES = ("svd", "random")

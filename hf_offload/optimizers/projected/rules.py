@@ -1,4 +1,4 @@
-"""How a parameter is updated: plain AdamW, GaLore, APOLLO, FRUGAL.
+"""Update rules of AdamW, GaLore, APOLLO and FRUGAL.
 
 All work on one parameter and its state, a dict of tensors. A weight and its gradient are ``[m, n]`` = ``[out, in]``.
 """
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_offload.optimizers.projected.config import ApolloConfig, FrugalConfig, GaLoreConfig
 from hf_offload.optimizers.projected.formats import StateFormat
-from hf_offload.optimizers.projected.methods import ApolloConfig, FrugalConfig, GaLoreConfig
 from hf_offload.optimizers.projected.projections import Space
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"

@@ -1,4 +1,4 @@
-"""How many bytes an optimizer's state takes, from shapes alone.
+"""Bytes of an optimizer's state, computed from shapes.
 
 Against AdamW in bfloat16 (two moments, 2 bytes each), LLaMA shapes of the GaLore paper, all of it as this module counts:
 
@@ -18,34 +18,18 @@ state 4.7 GB, one gradient 0.3 GB and 2 GB of activations are 63.4 % less than t
 gradients).
 """
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
 
+from hf_offload.optimizers.projected.config import ApolloConfig, FrugalConfig, ProjectedConfig
 from hf_offload.optimizers.projected.formats import StateFormat
-from hf_offload.optimizers.projected.methods import ApolloConfig, FrugalConfig, ProjectedConfig
 from hf_offload.optimizers.projected.projections import Projection, projection_of, turns
 
 _MATRIX = 2
 _COUNTER_BYTES = 4
 _SEED_BYTES = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class StateBytes:
-    """Bytes of moments of projected parameters, of stored projections, of the moments of all others, and of counters."""
-
-    moments: int
-    projections: int
-    plain: int
-    counters: int
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.moments + self.projections + self.plain + self.counters
 
 
 def adamw_bytes(shapes: Iterable[Sequence[int]], dtype: torch.dtype = torch.float32) -> int:
@@ -58,39 +42,34 @@ def state_bytes(
     plain: Iterable[Sequence[int]],
     method: ProjectedConfig,
     dtype: torch.dtype = torch.float32,
-) -> StateBytes:
+) -> int:
     """The state of :class:`ProjectedAdamW` with ``method``, once every parameter has had a step.
 
     ``projected`` are ``[out, in]``, in the optimizer's order; ``plain`` are the shapes of all others; ``dtype`` is that of
     the parameters. With FRUGAL's ``"blocks"`` it is the most that any period takes.
     """
     projections = [projection_of(method, shape) for shape in projected]
-    moments, counters = _moment_bytes(projections, method, dtype)
-    projectors = StateFormat(method.projector_dtype, method.block_size)
-    stored = sum(
-        projectors.count_bytes(prod(shape), dtype)
-        for projection in projections
-        for shape in projection.stored_shapes.values()
-    )
-    others = 0
+    vectors = StateFormat(method.projector_dtype, method.block_size)
+    total = _moment_bytes(projections, method, dtype)
+    for projection in projections:
+        total += sum(vectors.count_bytes(prod(shape), dtype) for shape in projection.stored_shapes.values())
+        total += _COUNTER_BYTES + _SEED_BYTES * projection.drawn_again
+    if isinstance(method, ApolloConfig) and method.norm_growth_limit is not None:
+        total += _COUNTER_BYTES * len(projections)
     for shape in plain:
         narrow = method.plain_state_dtype if len(shape) >= _MATRIX else None
-        others += 2 * StateFormat(narrow, method.block_size).count_bytes(prod(shape), dtype)
-        counters += _COUNTER_BYTES
-    counters += sum(_COUNTER_BYTES + _SEED_BYTES * projection.drawn_again for projection in projections)
-    if isinstance(method, ApolloConfig) and method.norm_growth_limit is not None:
-        counters += _COUNTER_BYTES * len(projections)
-    return StateBytes(moments, stored, others, counters)
+        total += 2 * StateFormat(narrow, method.block_size).count_bytes(prod(shape), dtype) + _COUNTER_BYTES
+    return total
 
 
-def _moment_bytes(projections: Sequence[Projection], method: ProjectedConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """Of the moments, and of the counters of the step in which they began."""
+def _moment_bytes(projections: Sequence[Projection], method: ProjectedConfig, dtype: torch.dtype) -> int:
+    """Of the moments, with the counters of the step in which they began."""
     form = StateFormat(method.state_dtype, method.block_size)
-    each = [2 * form.count_bytes(prod(projection.small_shape), dtype) for projection in projections]
     counter = _COUNTER_BYTES if method.on_refresh == "reset" else 0
+    each = [2 * form.count_bytes(prod(projection.small_shape), dtype) + counter for projection in projections]
     if not isinstance(method, FrugalConfig) or method.projection != "blocks":
-        return sum(each), counter * len(each)
+        return sum(each)
     every = turns(method, len(each))
-    sums = [[size for size, turn in zip(each, every, strict=True) if turn == wanted] for wanted in set(every) - {None}]
-    largest = max(sums, key=lambda sizes: (sum(sizes), len(sizes)), default=[])
-    return sum(largest), counter * len(largest)
+    return max(
+        (sum(n for n, turn in zip(each, every, strict=True) if turn == one) for one in set(every) - {None}), default=0
+    )

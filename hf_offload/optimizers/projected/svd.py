@@ -6,7 +6,6 @@ Shapes: matrix ``[m, n]``; left vectors ``[m, rank]``, right vectors ``[rank, n]
 import logging
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,27 +22,17 @@ def leading_vectors(
 ) -> Vectors | None:
     """The ``rank`` leading left and right singular vectors (None for one that ``side``, left, right or full, leaves out).
 
-    One way after another is tried until one ends with finite numbers: the randomised one (Halko et al., 2011; not if
-    ``exact``), LAPACK's gesdd (cuSOLVER's default on CUDA), gesvd, the eigenvectors of the Gram matrix. None if none does.
-    ``generator`` is on the matrix's device. The result has the matrix's dtype, but at least float32.
+    The randomised way (Halko et al., 2011), or if that fails or ``exact`` is asked for, LAPACK's gesdd (cuSOLVER's default on
+    CUDA). None if no finite numbers can be had. ``generator`` is on the matrix's device. The result has the matrix's dtype,
+    but at least float32.
     """
     matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-    ways: list[tuple[str, Callable[[], Vectors]]] = [
-        ("gesdd", lambda: _of(torch.linalg.svd(matrix, full_matrices=False), rank, side)),
-        ("gesvd", lambda: _of(_gesvd(matrix), rank, side)),
-        ("eigh", lambda: _eigh(matrix, rank, side)),
-    ]
-    if not exact:
-        ways.insert(0, ("the randomised SVD", lambda: _randomised(matrix, rank, side, generator)))
-    for name, way in ways:
+    ways: list[Callable[[], Vectors]] = [] if exact else [lambda: _randomised(matrix, rank, side, generator)]
+    for way in (*ways, lambda: _of(torch.linalg.svd(matrix, full_matrices=False), rank, side)):
         try:
             vectors = way()
-        except (
-            torch.linalg.LinAlgError,
-            np.linalg.LinAlgError,
-            ValueError,
-        ) as error:  # scipy: ValueError if not finite
-            logger.debug("%s failed on a %s gradient: %s", name, tuple(matrix.shape), error)
+        except torch.linalg.LinAlgError as error:
+            logger.debug("Singular vectors of a %s gradient: %s", tuple(matrix.shape), error)
             continue
         # One value is read on the host, and only where a projection is made: CUDA may return NaN where LAPACK raises.
         if all(bool(found.isfinite().all()) for found in vectors if found is not None):
@@ -57,29 +46,6 @@ def _of(decomposed: tuple[Tensor, Tensor, Tensor], rank: int, side: str) -> Vect
     return (
         left[:, :rank].clone(memory_format=torch.contiguous_format) if side != "right" else None,
         right[:rank].clone(memory_format=torch.contiguous_format) if side != "left" else None,
-    )
-
-
-def _gesvd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if matrix.is_cuda:
-        return torch.linalg.svd(matrix, full_matrices=False, driver="gesvd")
-    import scipy.linalg  # torch has no choice of driver on CPU
-
-    left, values, right = scipy.linalg.svd(matrix.cpu().numpy(), full_matrices=False, lapack_driver="gesvd")
-    return tuple(torch.from_numpy(part).to(matrix) for part in (left, values, right))  # type: ignore[return-value]
-
-
-def _eigh(matrix: Tensor, rank: int, side: str) -> Vectors:
-    """Through the smaller Gram matrix, in float64 because squares lose half of the digits."""
-    if matrix.shape[0] > matrix.shape[1]:
-        right, left = _eigh(matrix.t(), rank, {"left": "right", "right": "left"}.get(side, side))
-        return left.t() if left is not None else None, right.t() if right is not None else None
-    wide = matrix.double()
-    left = torch.linalg.eigh(wide @ wide.t()).eigenvectors.flip(1)[:, :rank].contiguous()
-    right = _orthonormal(wide.t() @ left).t() if side != "left" else None
-    return (
-        left.to(matrix.dtype) if side != "right" else None,
-        right.to(matrix.dtype) if right is not None else None,
     )
 
 

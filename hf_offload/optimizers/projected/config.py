@@ -1,4 +1,4 @@
-"""What is asked of a projected optimizer: one frozen dataclass a method, all errors named at once."""
+"""Settings of GaLore, APOLLO and FRUGAL: one frozen dataclass each, whose errors are raised together."""
 
 import abc
 import dataclasses
