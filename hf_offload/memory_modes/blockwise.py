@@ -11,11 +11,11 @@ from torch import nn
 from hf_offload.memory_modes.protocol import MemoryMode, OptimizerBytes, trained_parameters
 from hf_offload.optimizers.blockwise import BlockwiseConfig, BlockwiseOptimizer, deepest_turn, peak_bytes, release
 from hf_offload.optimizers.param_groups import WeightDecay, decay_groups
-from hf_offload.settings.load import from_mapping
+from hf_offload.settings.classes import from_mapping, settings
 from hf_offload.settings.schema import Directory
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class Blockwise(MemoryMode):
     """:class:`BlockwiseOptimizer`, whose settings ``config`` are those of the mode."""
 

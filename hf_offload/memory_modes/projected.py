@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -20,9 +20,10 @@ from hf_offload.optimizers.projected import (
 from hf_offload.optimizers.projected import state_bytes as count_state
 from hf_offload.optimizers.projected.checks import check_parameters
 from hf_offload.optimizers.projected.projections import Projection, matrix_shape, projection_of
-from hf_offload.settings.load import collect_errors, from_mapping
+from hf_offload.settings.classes import from_mapping, settings
+from hf_offload.settings.load import collect_errors
 from hf_offload.settings.schema import Directory
-from hf_offload.settings.values import flag, names, reader_of, setting
+from hf_offload.settings.values import Flag, names
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _SINGLE_BYTES = 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class Projected(MemoryMode):
     """A method of :mod:`hf_offload.optimizers.projected`, whose settings are those of the mode, too.
 
@@ -44,8 +45,8 @@ class Projected(MemoryMode):
     method_class: ClassVar[type[ProjectedConfig]]
 
     method: ProjectedConfig
-    targets: str | Sequence[str] = setting("auto", names("ends of module names", alone=("auto", "all")))
-    update_in_backward: bool = setting(False, flag())
+    targets: Annotated[str | Sequence[str], names("ends of module names", alone=("auto", "all"))] = "auto"
+    update_in_backward: Flag = False
 
     @classmethod
     def setting_names(cls) -> list[str]:
@@ -55,16 +56,15 @@ class Projected(MemoryMode):
     @classmethod
     def from_settings(cls, values: Mapping[str, Any], where: str, directories: Sequence[Directory] = ()) -> Self:
         """With a method that has ``values``, but for the mode's own."""
-        own = {}
+        own = {name: value for name, value in values.items() if name in _OWN}
+        method = cls.method_class()
         with collect_errors(where) as check:
-            for name in [name for name in _OWN if name in values]:
-                reader: Any = reader_of(cls, name)
-                with check:
-                    own[name] = reader(name, values[name])
             with check:
                 of_method = {name: value for name, value in values.items() if name not in _OWN}
                 method = from_mapping(cls.method_class, of_method, where)
-        return cls(method=method, **own)
+            with check:
+                mode = from_mapping(cls, {"method": method, **own}, where)
+        return mode
 
     def optimizer(self, model: nn.Module, *, weight_decay: WeightDecay, **adam: Any) -> torch.optim.Optimizer:
         """:class:`ProjectedAdamW` over all trainable parameters."""

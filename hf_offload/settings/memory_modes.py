@@ -111,12 +111,6 @@ def memory_mode(name: str, settings: Any = None, directories: "Sequence[Director
     return found
 
 
-def read_mode_name(name: str, value: Any) -> str:
-    """One of :func:`mode_names`. Raises :class:`~hf_offload.errors.OffloadConfigError` for anything else."""
-    choose(name, value, mode_names())
-    return str(value)
-
-
 def read_mode_settings(settings: Any, name: str = "memory_mode_kwargs") -> Mapping[str, Any]:
     """A mapping as it is, or from its JSON text; an empty one for None.
 

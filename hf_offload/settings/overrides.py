@@ -1,19 +1,18 @@
 """Changes to a recipe from the command line, such as ``training.max_steps=3``."""
 
-import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.classes import ALWAYS, NEVER, forms
 from hf_offload.settings.evaluation import EvaluationRecipe, Generation
 from hf_offload.settings.recipe_data import DataRecipe, HubData
 from hf_offload.settings.recipe_model import ModelRecipe, ModelShape
-from hf_offload.settings.recipe_training import training_reader
+from hf_offload.settings.recipe_training import training_text
 from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import cropped, shown
-from hf_offload.settings.values import ALWAYS, NEVER, reader_of
 from hf_offload.settings.yaml_text import parse_yaml
 
 _CLASSES: dict[tuple[str, ...], Any] = {
@@ -79,11 +78,10 @@ def _value(keys: Sequence[str], text: str, where: str) -> Any:
 
 
 def _as_text(keys: Sequence[str]) -> str:
-    reader = None
     *section, key = keys
     if section == ["training"]:
-        reader = training_reader(key)
-    elif tuple(section) in _CLASSES:
-        with contextlib.suppress(KeyError):  # the class itself refuses unknown keys
-            reader = reader_of(_CLASSES[tuple(section)], key)
-    return NEVER if reader is None else reader.as_text
+        return training_text(key)
+    if tuple(section) in _CLASSES:
+        form = forms(_CLASSES[tuple(section)]).get(key)
+        return NEVER if form is None else form.as_text  # the class itself refuses unknown keys
+    return NEVER

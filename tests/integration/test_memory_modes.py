@@ -369,7 +369,7 @@ def test_a_directory_of_its_own_goes_before_that_of_activations(tmp_path):
         ("lisa", {"blocks_active": 0}, "blocks_active=0"),
         ("lisa", {"inactive_state": "disk"}, "choose one of drop, ram, ssd"),
         ("lisa", {"directory": "/nvme"}, "directory given, but inactive_state='drop' writes no files"),
-        ("lora", {"dropout": 1.0}, "not a probability"),
+        ("lora", {"dropout": 1.0}, "dropout=1.0 is too large: give less than 1"),
     ],
 )
 def test_wrong_settings(mode, settings, part, tmp_path):

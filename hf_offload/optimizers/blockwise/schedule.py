@@ -4,17 +4,19 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.blockwise.freezing import is_waiting
+from hf_offload.settings.classes import counted, settings
 from hf_offload.settings.load import choose, collect_errors, nearest
 from hf_offload.settings.schema import Directory
 from hf_offload.settings.shown import shown
-from hf_offload.settings.values import Reader, flag, folders, items, one_of, read_fields, setting, size, whole
+from hf_offload.settings.values import Flag, Reader, Whole, folders, items, one_of, size
 from hf_offload.structure.units import find_blocks
 
 HALF = (torch.float16, torch.bfloat16)
@@ -37,7 +39,7 @@ def _order(name: str, value: Any) -> str | tuple[str, ...]:
     return names
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class BlockwiseConfig:
     """Only a few of a model's repeated blocks train at a time; the others are frozen, and have neither gradients nor state.
 
@@ -63,24 +65,27 @@ class BlockwiseConfig:
             ``disk_budget`` if there is one. Default: what that, and the disk, have left.
     """
 
-    blocks_active: int = setting(1, whole(1, "of blocks"))
-    switch_every: int = setting(100, whole(1, "of steps"))
-    order: str | Sequence[str] = setting("random", Reader(_order))
-    outside: str = setting("always", one_of(OUTSIDE))
-    seed: int = setting(0, whole(-(2**63)))
-    master_weights: bool = setting(True, flag())
-    inactive_state: str = setting("drop", one_of(INACTIVE_STATE))
-    directory: Directory | Sequence[Directory] | None = setting(None, folders())
-    disk_budget: int | str | None = setting(None, size())
+    blocks_active: Annotated[Whole, counted("blocks", ge=1)] = 1
+    switch_every: Annotated[Whole, counted("steps", ge=1)] = 100
+    order: Annotated[
+        str | Sequence[str], Reader(_order, {"type": ["string", "array"], "items": {"type": "string"}})
+    ] = "random"
+    outside: Annotated[str, one_of(OUTSIDE)] = "always"
+    seed: Annotated[Whole, Field(ge=-(2**63))] = 0
+    master_weights: Flag = True
+    inactive_state: Annotated[str, one_of(INACTIVE_STATE)] = "drop"
+    directory: Annotated[Directory | Sequence[Directory] | None, folders()] = None
+    disk_budget: Annotated[int | str | None, size()] = None
 
-    def __post_init__(self) -> None:
-        with read_fields(self, "settings of block-wise training") as check, check:
-            given = [name for name in _OF_FILES if getattr(self, name) is not None]
-            if given and check.good("inactive_state") and self.inactive_state != "ssd":
-                raise OffloadConfigError(
-                    f"{', '.join(given)} given, but inactive_state={self.inactive_state!r} writes no files: set "
-                    "inactive_state='ssd', or leave it out."
-                )
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        given = [name for name in _OF_FILES if getattr(self, name) is not None]
+        if given and self.inactive_state != "ssd":
+            raise OffloadConfigError(
+                f"{', '.join(given)} given, but inactive_state={self.inactive_state!r} writes no files: set "
+                "inactive_state='ssd', or leave it out."
+            )
+        return self
 
     @classmethod
     def lisa(cls, *, blocks_active: int = 2, switch_every: int = 20, seed: int = 0) -> "BlockwiseConfig":
@@ -108,7 +113,7 @@ class BlockwiseConfig:
     @property
     def directories(self) -> tuple[Path, ...]:
         """Where files go; empty when none was named."""
-        return self.directory or ()  # type: ignore[return-value]  # __post_init__ made it a tuple of paths
+        return self.directory or ()  # type: ignore[return-value]  # reading made it a tuple of paths
 
 
 @dataclasses.dataclass(frozen=True)
