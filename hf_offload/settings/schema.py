@@ -130,7 +130,7 @@ class OffloadConfig:
     """Size of the logits of one tile. Default: a sixteenth of all logits, or a 64th of {memory_budget}."""
     sampled_linear: Annotated[
         float | str | Mapping[str, Any] | SampledLinearConfig | None,
-        Reader(read_sampled_linear, {"type": ["number", "string", "object"]}),
+        Reader(read_sampled_linear, {"type": ["number", "string", "object"]}, SampledLinearConfig),
         Scope.MODEL,
     ] = None
     """Estimate the weight gradients of linear layers from this part of their input: a ratio such as 0.3, or the

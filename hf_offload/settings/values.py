@@ -40,10 +40,12 @@ class Reader:
     Attributes:
         read: Returns the setting from its name and any object, or raises :class:`~hf_offload.errors.OffloadConfigError`.
         schema: What may be written, in JSON schema.
+        section: The settings class of a mapping.
     """
 
     read: Callable[[str, Any], Any]
     schema: Mapping[str, Any]
+    section: type[Any] | None = None
 
     def __call__(self, name: str, value: Any) -> Any:
         return self.read(name, value)
@@ -172,7 +174,14 @@ def section(cls: type[Any], what: str = "", *, short: str | None = None) -> Read
             raise OffloadConfigError(f"{name}={shown(value)} is not a mapping{what and ' '}{what}.")
         return from_mapping(cls, values, name, in_section(name))
 
-    return Reader(read, {"type": ["string", "object"] if short is not None else "object"})
+    return Reader(read, {"type": ["string", "object"] if short is not None else "object"}, cls)
+
+
+def section_class(cls: Any, field: str) -> type[Any] | None:
+    """The settings class of a field that is a mapping; None of any other."""
+    declared = cls.__pydantic_fields__.get(field)
+    readers = [one for one in (declared.metadata if declared is not None else ()) if isinstance(one, Reader)]
+    return readers[0].section if readers else None
 
 
 def items(value: Any) -> list[Any]:

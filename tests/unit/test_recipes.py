@@ -291,15 +291,6 @@ def test_a_folder_that_cannot_be_one_is_blamed_itself(tiny_recipe, tmp_path, set
     assert len(str(refused.value)) < 800
 
 
-def test_a_short_recipe_of_nested_anchors_makes_a_short_message(tmp_path):
-    text = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-        f"{name}: &{name} [{','.join([f'*{below}'] * 9)}]\n" for below, name in zip("abcdef", "bcdefg", strict=True)
-    )
-    assert len(mistakes(write(tmp_path, text))) < 1000
-    small = "model: {config: &a {b: [1]}, architecture: [*a, *a, *a]}\ndata: {files: [[1], *a]}"
-    assert len(mistakes(write(tmp_path, small))) < 1500
-
-
 def test_names_that_are_listed_are_few(tmp_path):
     with pytest.raises(OffloadConfigError) as refused:
         find_recipe("no/such_thing")

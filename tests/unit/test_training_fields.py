@@ -4,7 +4,7 @@ import dataclasses
 
 from transformers import TrainingArguments
 
-from hf_offload.settings.library_source import training_fields
+from hf_offload.settings.recipe_training import training_fields
 
 
 def test_the_fields_of_training_arguments():
