@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from hf_offload.settings.classes import Scope, forms, settings
+from hf_offload.settings.classes import Scope, explained_settings, forms
 from hf_offload.settings.load import choose
 from hf_offload.settings.recipes import DTYPE_ALIASES, DTYPES, TASKS
 from hf_offload.settings.schema import TIER_ALIASES, TIERS, OffloadConfig
@@ -37,7 +37,7 @@ def _task(name: str, value: Any) -> Any:
     return value
 
 
-@settings(frozen=True, kw_only=True)
+@explained_settings(frozen=True, kw_only=True)
 class WorkloadOptions:
     """What is planned, where it differs from what a recipe or a configuration says. None: as they say."""
 

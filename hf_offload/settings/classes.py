@@ -1,8 +1,8 @@
 """Settings classes: how settings are declared, checked, explained and written as text.
 
 A settings class is a frozen dataclass that pydantic builds and checks (:func:`settings`). Each field is declared once, with
-its type (:mod:`hf_offload.settings.values`), bounds and default, and text below it that says what it means; ``{tier}`` there
-stands for the name of that setting. All that is written elsewhere is derived from it (:func:`forms`, :func:`help_of`):
+its type (:mod:`hf_offload.settings.values`), bounds and default, and where options are made of it, with text below that says
+what it means; ``{tier}`` there stands for the name of that setting. All else is derived (:func:`forms`, :func:`help_of`):
 variables, options, training arguments, tables.
 
 Wrong values raise :class:`~hf_offload.errors.OffloadConfigError`, and nothing else.
@@ -30,8 +30,6 @@ T = TypeVar("T")
 Named = Callable[[str], str]
 """What a field is called where its value was given, such as ``offload_ram_budget``."""
 
-_CONFIG = pydantic.ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
 # ------------------------------------------------------------------------------------------------------- declaring settings
 
 
@@ -52,18 +50,24 @@ def counted(unit: str, **bounds: Any) -> Any:
 
 
 if TYPE_CHECKING:
+    from dataclasses import dataclass as explained_settings
     from dataclasses import dataclass as settings
 else:
 
-    def settings(**options: Any) -> Callable[[type[T]], type[T]]:
+    def settings(*, _explained: bool = False, **options: Any) -> Callable[[type[T]], type[T]]:
         """``@settings(frozen=True, kw_only=True)``: a dataclass whose values pydantic checks."""
 
         def declare(cls: type[T]) -> type[T]:
-            made = pydantic.dataclasses.dataclass(**options, config=_CONFIG)(cls)
+            config = pydantic.ConfigDict(extra="forbid", use_attribute_docstrings=_explained)
+            made = pydantic.dataclasses.dataclass(**options, config=config)(cls)
             made.__init__ = _init
             return made
 
         return declare
+
+    def explained_settings(**options: Any) -> Callable[[type[T]], type[T]]:
+        """The same, where text below each field says what it means (:func:`help_of`)."""
+        return settings(_explained=True, **options)
 
 
 def _init(self: Any, *args: Any, **values: Any) -> None:
@@ -86,7 +90,7 @@ def build(cls: type[T], values: Mapping[str, Any], what: str, named: Named = str
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], where: str, named: Named = str) -> T:
-    """:func:`build` from keys that somebody wrote: unknown keys and wrong values are reported together, with ``where``."""
+    """:func:`build` from what a file or a script says: unknown keys and wrong values are told together, with ``where``."""
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     with collect_errors(where) as check:
         for key in values:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, ValidationInfo, model_validator
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.classes import from_mapping, in_section, settings
+from hf_offload.settings.classes import explained_settings, from_mapping, in_section, settings
 from hf_offload.settings.recipe_files import find_recipe, read_yaml
 from hf_offload.settings.shown import shown
 from hf_offload.settings.values import Flag, Number, Reader, Text, items, path_text, section
@@ -27,7 +27,7 @@ class _Section:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-@settings(frozen=True, kw_only=True)
+@explained_settings(frozen=True, kw_only=True)
 class Machine(_Section):
     """A machine with one GPU, in words: the options of ``hf-offload plan`` that describe it."""
 

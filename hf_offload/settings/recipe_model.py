@@ -24,8 +24,8 @@ class ModelShape:
         config: Fields of the configuration; those left out have the architecture's defaults.
     """
 
-    of: Annotated[str | Sequence[str], names("names of the hub")] = ()
-    architecture: Text = ""
+    of: Annotated[str | Sequence[str], names("names of the hub")]
+    architecture: Text
     config: Annotated[Mapping[str, Any], mapping("of configuration fields")] = dataclasses.field(default_factory=dict)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from hf_offload.settings.classes import Named, Scope, counted, described, forms, settings
+from hf_offload.settings.classes import Named, Scope, counted, described, explained_settings, forms
 from hf_offload.settings.elementwise import RecomputeElementwiseConfig, read_recompute_elementwise
 from hf_offload.settings.load import choose, refuse
 from hf_offload.settings.memory_modes import MODES, NONE, memory_mode, mode_names, read_mode_settings
@@ -58,12 +58,12 @@ def snapshots_held(config: "OffloadConfig") -> int:
 
 
 @described
-@settings(frozen=True, kw_only=True)
+@explained_settings(frozen=True, kw_only=True)
 class OffloadConfig:
     """Settings of one offloaded run.
 
-    Sizes are numbers of bytes or strings such as ``"20GiB"``; after construction they are ``int``. All errors are
-    reported in one :class:`~hf_offload.errors.OffloadConfigError`.
+    Sizes are numbers of bytes or strings such as ``"20GiB"``; after construction they are ``int``. All wrong values are
+    reported in one :class:`~hf_offload.errors.OffloadConfigError`; once there are none, all that exclude each other.
     """
 
     tier: Annotated[str, one_of(TIERS, TIER_ALIASES)] = "auto"

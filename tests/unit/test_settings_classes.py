@@ -19,6 +19,7 @@ from hf_offload.settings.classes import (
     Scope,
     build,
     counted,
+    explained_settings,
     field_problems,
     forms,
     from_mapping,
@@ -35,7 +36,7 @@ class Inner:
     word: Annotated[str, one_of(("left", "right"), {"l": "left"})] = "left"
 
 
-@settings(frozen=True, kw_only=True)
+@explained_settings(frozen=True, kw_only=True)
 class Outer:
     rows: Annotated[Whole, counted("rows", ge=1, le=8), Scope.MODEL] = 1
     """Of {paths}, in
