@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import hf_offload
-from hf_offload.settings.environment import READERS
+from hf_offload.settings.classes import Scope, forms, help_of
 from hf_offload.settings.schema import OffloadConfig, argument
-from hf_offload.settings.values import DRIVES, MODEL, MOVING, help_of
 
 PAGE = Path(__file__).with_name("api.md")
 SETTINGS_PAGE = Path(__file__).with_name("settings.md")
@@ -38,9 +37,9 @@ A setting has one name everywhere:
 such as `20GiB`. Directories and names in variables and arguments are separated by commas.
 """
 SCOPES = {
-    MOVING: "What is moved, where, and how",
-    DRIVES: "Files on drives",
-    MODEL: "What changes in the model",
+    Scope.MOVING: "What is moved, where, and how",
+    Scope.DRIVES: "Files on drives",
+    Scope.MODEL: "What changes in the model",
 }
 
 
@@ -49,9 +48,10 @@ def settings_page() -> str:
     parts = [SETTINGS_OPENING]
     for scope, heading in SCOPES.items():
         rows = [
-            f"| `{name}` | `{argument(name)}` | `{_default(field)}` | {READERS[name].unit} | {help_of(OffloadConfig, name)} |"
-            for name, field in OffloadConfig.__dataclass_fields__.items()
-            if field.metadata["scope"] == scope
+            f"| `{name}` | `{argument(name)}` | `{getattr(OffloadConfig, name)!r}` | {form.unit} "
+            f"| {help_of(OffloadConfig, name)} |"
+            for name, form in forms(OffloadConfig).items()
+            if form.scope is scope
         ]
         head = ["| setting | training argument | default | unit | meaning |", "|---|---|---|---|---|"]
         parts.append("\n".join([f"## {heading}\n", *head, *rows]) + "\n")

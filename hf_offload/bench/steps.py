@@ -20,9 +20,8 @@ from hf_offload.reports.formats import REFERENCE
 from hf_offload.settings.environment import ALLOCATORS
 from hf_offload.settings.load import choose, collect_errors
 from hf_offload.settings.models import measured_recipe
-from hf_offload.settings.overrides import text_override
 from hf_offload.settings.recipe_files import is_recipe_file
-from hf_offload.settings.recipes import load_recipe
+from hf_offload.settings.recipes import load_recipe, text_override
 from hf_offload.training.report import TRAINER_BATCH, WARMUP_STEPS
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from rich.prompt import Confirm, IntPrompt, Prompt
 from hf_offload.cli.console import clear_errors, messages, output, visible_log
 from hf_offload.errors import EXIT_REFUSED
 from hf_offload.integrations.launch import SECTION, default_config, find_config, launch, read_config, shipped_configs
+from hf_offload.settings.classes import from_mapping
 from hf_offload.settings.environment import RESUME_VARIABLE
-from hf_offload.settings.load import from_mapping
 from hf_offload.settings.outputs import check_output_file
 from hf_offload.settings.schema import TIERS, TILED, OffloadConfig
 from hf_offload.settings.text_files import write_whole

@@ -8,8 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from hf_offload.settings.load import naming
-from hf_offload.settings.values import help_of, reader_of
+from hf_offload.settings.classes import build, forms, help_of
 
 Given = Mapping[str, Any]
 """Options of a group that were given, by field, as they were written."""
@@ -28,9 +27,7 @@ def option(field: str) -> str:
 
 
 class OptionGroup:
-    """An option for each of ``fields`` of a settings class whose fields are declared with
-    :func:`~hf_offload.settings.values.setting`, which says how it is read and what it means.
-    """
+    """An option for each of ``fields`` of a settings class (:mod:`hf_offload.settings.classes`)."""
 
     def __init__(self, settings: type[Any], fields: tuple[str, ...], panel: str):
         self.settings = settings
@@ -45,7 +42,7 @@ class OptionGroup:
         """A keyword parameter for each option, as typer reads it."""
         found = []
         for field in self.fields:
-            unit = reader_of(self.settings, field).unit
+            unit = forms(self.settings)[field].unit
             declared = typer.Option(
                 option(field),
                 help=help_of(self.settings, field, self._named),
@@ -61,9 +58,8 @@ class OptionGroup:
 
         Raises :class:`~hf_offload.errors.OffloadConfigError`.
         """
-        values = {field: reader_of(self.settings, field).from_text(text) for field, text in given.items()}
-        with naming(self.settings, {field: option(field) for field in self.fields}):
-            settings = self.settings(**values)
+        values = {field: forms(self.settings)[field].from_text(text) for field, text in given.items()}
+        settings = build(self.settings, values, "options", self._named)
         return {field: getattr(settings, field) for field in given}
 
     def _named(self, field: str) -> str:

@@ -5,7 +5,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -18,16 +18,12 @@ from hf_offload.errors import EXIT_PROBLEM, OffloadConfigError, OffloadError
 from hf_offload.settings.layers import BASE, Layers, bases_of, drop_nulls, read_layers
 from hf_offload.settings.load import collect_errors, nearest
 from hf_offload.settings.outputs import check_output_file
-from hf_offload.settings.overrides import apply_override
 from hf_offload.settings.recipe_files import find_recipe, recipe_names, shipped_name
 from hf_offload.settings.recipe_meta import META, PREDICTED, PROGRAM, read_meta
+from hf_offload.settings.recipes import Recipe, apply_override, load_recipe, read_recipe
 from hf_offload.settings.shown import listed, shown
 from hf_offload.settings.text_files import is_folder, read_text, write_whole
 from hf_offload.settings.yaml_text import dump_yaml, parse_yaml, set_entry
-
-if TYPE_CHECKING:
-    from hf_offload.settings.recipes import Recipe
-
 
 recipes = typer.Typer(help="Recipes that come with the package, and your own.", no_args_is_help=True)
 
@@ -78,8 +74,6 @@ def show(
 def validate(names: Names) -> None:
     """Check recipes and report all errors at once. The exit code is 1 if there are any."""
     with clear_errors():
-        from hf_offload.settings.recipes import load_recipe, read_recipe
-
         wrong = 0
         for name in names:
             try:
@@ -183,7 +177,7 @@ def predict(
             raise typer.Exit(EXIT_PROBLEM)
 
 
-def _for_any_machine(recipe: "Recipe") -> "Recipe":
+def _for_any_machine(recipe: Recipe) -> Recipe:
     """Without what training arguments accept on a GPU only: a recipe is checked anywhere."""
     training = {key: value for key, value in recipe.training.items() if key not in ("fp16", "bf16", "tf32")}
     return dataclasses.replace(recipe, training=training)

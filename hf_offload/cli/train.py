@@ -10,8 +10,7 @@ from rich.table import Table
 from hf_offload.cli.console import clear_errors, loading_torch, print_table, visible_log
 from hf_offload.cli.options import Overrides
 from hf_offload.errors import EXIT_INTERRUPTED
-from hf_offload.settings.overrides import text_override
-from hf_offload.settings.recipes import load_recipe, read_recipe
+from hf_offload.settings.recipes import load_recipe, read_recipe, text_override
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.training.places import check_places
 

@@ -1,17 +1,22 @@
 """What a plan may be asked for in addition to a recipe, checked without torch, which takes seconds to import."""
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from hf_offload.settings.classes import Scope, explained_settings, forms
 from hf_offload.settings.load import choose
 from hf_offload.settings.recipes import DTYPE_ALIASES, DTYPES, TASKS
 from hf_offload.settings.schema import TIER_ALIASES, TIERS, OffloadConfig
-from hf_offload.settings.values import MODEL, Reader, one_of, read_fields, setting, text, whole
+from hf_offload.settings.values import Reader, Text, Whole, one_of
 
 AUTOCAST = ("no", "bfloat16", "float16")
 
 _SPELLINGS = "bfloat16 (bf16), float16 (fp16)"
+_OF_DTYPE = f"Of the weights: {_SPELLINGS}, or float32 (fp32)."
+_OF_AUTOCAST = f"Mixed precision: {_SPELLINGS}, or no."
+_OF_TASK = f"{', '.join(TASKS)}, or a class such as ViTForImageClassification."
 _OF_MODES = ("memory_mode", "memory_mode_kwargs")
 PLANNED = (
     "memory_budget",
@@ -19,11 +24,7 @@ PLANNED = (
     "max_step_write_bytes",
     "snapshot_steps",
     "snapshot_dir",
-    *(
-        field.name
-        for field in dataclasses.fields(OffloadConfig)
-        if field.metadata["scope"] == MODEL and field.name not in _OF_MODES
-    ),
+    *(name for name, form in forms(OffloadConfig).items() if form.scope is Scope.MODEL and name not in _OF_MODES),
 )
 """Fields of :class:`~hf_offload.OffloadConfig` that a plan depends on, whatever the tier. Of memory modes, which are compared
 with each other, :class:`WorkloadOptions` has options of its own.
@@ -36,45 +37,29 @@ def _task(name: str, value: Any) -> Any:
     return value
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@explained_settings(frozen=True, kw_only=True)
 class WorkloadOptions:
     """What is planned, where it differs from what a recipe or a configuration says. None: as they say."""
 
-    batch: int | None = setting(None, whole(1), "Rows of a micro-batch. Default: the recipe's, or 1.")
-    sequence: int | None = setting(
-        None,
-        whole(1),
-        "Tokens of a row, or samples of its audio. Default: the recipe's, or 2048 tokens, 10 seconds.",
-    )
-    image_size: int | None = setting(
-        None, whole(1), "Pixels of a side of an image. Default: as the model's configuration says."
-    )
-    dtype: str | None = setting(
-        None, one_of(DTYPES, DTYPE_ALIASES), f"Of the weights: {_SPELLINGS}, or float32 (fp32)."
-    )
-    autocast: str | None = setting(None, one_of(AUTOCAST, DTYPE_ALIASES), f"Mixed precision: {_SPELLINGS}, or no.")
-    task: str | None = setting(
-        None, Reader(_task), f"{', '.join(TASKS)}, or a class such as ViTForImageClassification."
-    )
-    optimizer: str | None = setting(None, text(), "As in the Trainer's optim, such as adamw_torch.")
-    state: str | None = setting(
-        None,
-        one_of(TIERS, TIER_ALIASES),
-        "Where gradients and optimizer state may be: auto (in memory if that is fastest), ram, ssd, or none for memory. "
-        "Default: the recipe's, or auto.",
-    )
-    weights: str | None = setting(
-        None,
-        one_of(TIERS, TIER_ALIASES),
-        "The same for weights that no operation uses. Default: the recipe's, or auto.",
-    )
-    memory_mode: str | None = setting(
-        None, text(), "As in the training arguments, such as lora or galore. Default: none, which trains all weights."
-    )
-    memory_mode_kwargs: str | Mapping[str, Any] | None = setting(
-        None, Reader(lambda _name, value: value), """Settings of the memory mode in JSON, such as '{{"rank": 128}}'."""
-    )
-
-    def __post_init__(self) -> None:
-        with read_fields(self, "options"):
-            pass
+    batch: Annotated[Whole | None, Field(ge=1)] = None
+    """Rows of a micro-batch. Default: the recipe's, or 1."""
+    sequence: Annotated[Whole | None, Field(ge=1)] = None
+    """Tokens of a row, or samples of its audio. Default: the recipe's, or 2048 tokens, 10 seconds."""
+    image_size: Annotated[Whole | None, Field(ge=1)] = None
+    """Pixels of a side of an image. Default: as the model's configuration says."""
+    dtype: Annotated[str | None, one_of(DTYPES, DTYPE_ALIASES), Field(description=_OF_DTYPE)] = None
+    autocast: Annotated[str | None, one_of(AUTOCAST, DTYPE_ALIASES), Field(description=_OF_AUTOCAST)] = None
+    task: Annotated[str | None, Reader(_task, {"type": "string"}), Field(description=_OF_TASK)] = None
+    optimizer: Text | None = None
+    """As in the Trainer's optim, such as adamw_torch."""
+    state: Annotated[str | None, one_of(TIERS, TIER_ALIASES)] = None
+    """Where gradients and optimizer state may be: auto (in memory if that is fastest), ram, ssd, or none for memory.
+    Default: the recipe's, or auto."""
+    weights: Annotated[str | None, one_of(TIERS, TIER_ALIASES)] = None
+    """The same for weights that no operation uses. Default: the recipe's, or auto."""
+    memory_mode: Text | None = None
+    """As in the training arguments, such as lora or galore. Default: none, which trains all weights."""
+    memory_mode_kwargs: Annotated[
+        str | Mapping[str, Any] | None, Reader(lambda _name, value: value, {"type": "string"})
+    ] = None
+    """Settings of the memory mode in JSON, such as '{{"rank": 128}}'."""

@@ -23,9 +23,9 @@ from hf_offload.integrations.summary import has_summary, show_summary, summary_l
 from hf_offload.integrations.without_gradients import check_gradients, check_step, lacks_gradients
 from hf_offload.memory_modes.applied import apply_mode
 from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session
-from hf_offload.settings.environment import FIELDS, settings_with, variable
+from hf_offload.settings.environment import settings_with, variable
 from hf_offload.settings.memory_modes import NONE
-from hf_offload.settings.schema import OffloadConfig, with_checked
+from hf_offload.settings.schema import FIELDS, OffloadConfig, with_checked
 from hf_offload.settings.shown import cropped, shown
 from hf_offload.snapshots.loops import LoopSnapshots
 from hf_offload.storage.service import storage_of

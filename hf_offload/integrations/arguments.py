@@ -11,11 +11,11 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.trainer import OffloadCallback, refuse_conflicts
-from hf_offload.settings.environment import FIELDS, READERS
-from hf_offload.settings.load import collect_errors, naming
+from hf_offload.settings.classes import build, help_of
+from hf_offload.settings.environment import FORMS
+from hf_offload.settings.load import collect_errors
 from hf_offload.settings.memory_modes import NONE
-from hf_offload.settings.schema import OffloadConfig, argument
-from hf_offload.settings.values import help_of
+from hf_offload.settings.schema import FIELDS, OffloadConfig, argument
 
 REPORT_NAME = "hf_offload"
 
@@ -27,7 +27,7 @@ def _fields() -> Iterator[tuple[str, Any, Any]]:
     """What :class:`OffloadConfig` declares, as fields of a dataclass that every parser of arguments understands."""
     for field in dataclasses.fields(OffloadConfig):
         default = "none" if field.name == "tier" else field.default
-        kind = READERS[field.name].kind
+        kind = FORMS[field.name].kind
         text = help_of(OffloadConfig, field.name, argument).replace("%", "%%")  # argparse fills in what follows a %
         yield (
             argument(field.name),
@@ -95,12 +95,11 @@ class OffloadArguments(_Declared):
 
     def _value(self, field: str) -> Any:
         value = getattr(self, argument(field))
-        return READERS[field].from_text(value) if isinstance(value, str) else value
+        return FORMS[field].from_text(value) if isinstance(value, str) else value
 
     def offload_config(self) -> OffloadConfig:
         """The settings these arguments stand for. Raises :class:`~hf_offload.OffloadConfigError` for all errors at once."""
-        with naming(OffloadConfig, {field: argument(field) for field in FIELDS}):
-            return OffloadConfig(**{field: self._value(field) for field in FIELDS})
+        return build(OffloadConfig, {field: self._value(field) for field in FIELDS}, "training arguments", argument)
 
 
 def _watch_trainers() -> None:

@@ -1,6 +1,5 @@
 """The memory modes lisa and badam: a few blocks at a time, each with AdamW."""
 
-import dataclasses
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -11,9 +10,10 @@ from torch import nn
 from hf_offload.memory_modes.protocol import MemoryMode, OptimizerBytes, trained_parameters
 from hf_offload.optimizers.blockwise import BlockwiseConfig, BlockwiseOptimizer, deepest_turn, peak_bytes, release
 from hf_offload.optimizers.param_groups import WeightDecay, decay_groups
+from hf_offload.settings.classes import settings
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class Blockwise(BlockwiseConfig, MemoryMode):
     """:class:`BlockwiseOptimizer`, whose settings are those of the mode."""
 

@@ -1,12 +1,12 @@
 """The memory mode lora: adapters on frozen weights, made by peft. lora_fa and dora are subclasses."""
 
-import dataclasses
 import types
 import warnings
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
@@ -15,20 +15,14 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.memory_modes.protocol import MemoryMode, load_library, trained_parameters
 from hf_offload.optimizers.param_groups import WeightDecay, decay_groups
 from hf_offload.optimizers.projected.sizes import adamw_bytes
-from hf_offload.settings.values import Reader, names, number, setting, whole
+from hf_offload.settings.classes import settings
+from hf_offload.settings.values import Number, Whole, names
 from hf_offload.structure.linears import chosen_linears
 
 _WITH_NEW_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 
 
-def _dropout(name: str, value: Any) -> float:
-    found: float = number(at_least=0, at_most=1)(name, value)
-    if found == 1:
-        raise OffloadConfigError(f"{name}={found!r} is not a probability: give 0 or more, and below 1.")
-    return found
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class Lora(MemoryMode):
     """LoRA (Hu et al., ICLR 2022, arXiv 2106.09685): a product of two small matrices added to each chosen linear layer.
 
@@ -44,10 +38,10 @@ class Lora(MemoryMode):
     takes_fused: ClassVar[bool] = True
     card_library: ClassVar[str] = "peft"
 
-    rank: int = setting(16, whole(1))
-    alpha: float | None = setting(None, number(above=0))
-    dropout: float = setting(0.0, Reader(_dropout))
-    targets: str | Sequence[str] = setting("auto", names("ends of module names", alone=("auto", "all")))
+    rank: Annotated[Whole, Field(ge=1)] = 16
+    alpha: Annotated[Number | None, Field(gt=0)] = None
+    dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    targets: Annotated[str | Sequence[str], names("ends of module names", alone=("auto", "all"))] = "auto"
 
     def prepare(self, model: nn.Module, **options: Any) -> nn.Module:
         """``model`` with adapters, the only weights that are trained; ``options`` are for ``peft.get_peft_model``.
@@ -168,7 +162,7 @@ def _task_type(model: nn.Module) -> str | None:
     return found if isinstance(model, PreTrainedModel) else None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class LoraFa(Lora):
     """LoRA-FA (Zhang et al. 2023, arXiv 2308.03303): first matrices stay frozen, so their inputs are not saved."""
 
@@ -219,7 +213,7 @@ class LoraFa(Lora):
         return super().step_bytes(model, on_cpu=True, fused=fused)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class Dora(Lora):
     """DoRA (Liu et al., ICML 2024, arXiv 2402.09353): LoRA for the direction of weights, and a length for each output."""
 

@@ -1,6 +1,5 @@
 """AdamW with moments in 8 and 4 bits: the memory modes adamw_8bit and adamw_4bit."""
 
-import dataclasses
 from typing import Any, ClassVar
 
 import torch
@@ -8,14 +7,15 @@ from torch import nn
 
 from hf_offload.memory_modes.protocol import MemoryMode, load_library, trained_parameters
 from hf_offload.optimizers.param_groups import WeightDecay, decay_groups
-from hf_offload.settings.values import flag, setting
+from hf_offload.settings.classes import settings
+from hf_offload.settings.values import Flag
 
 _SINGLE_BYTES = 4
 _LEAST_ELEMENTS = 4096
 """bitsandbytes and torchao leave the moments of smaller tensors alone."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class AdamW8bit(MemoryMode):
     """AdamW with moments in 8 bits (Dettmers et al., ICLR 2022, arXiv 2110.02861), from bitsandbytes. Small tensors and
     embeddings keep theirs in 32 bits.
@@ -26,7 +26,7 @@ class AdamW8bit(MemoryMode):
 
     alters_step: ClassVar[bool] = False
 
-    paged: bool = setting(False, flag())
+    paged: Flag = False
 
     def optimizer(self, model: nn.Module, *, weight_decay: WeightDecay, **adam: Any) -> torch.optim.Optimizer:
         """The package's."""

@@ -1,11 +1,11 @@
 """The memory mode mezo: forward passes alone."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import nn
 
 from hf_offload.errors import OffloadError
@@ -14,8 +14,9 @@ from hf_offload.optimizers.mezo import LOG_FILE, RESTORES, MeZO
 from hf_offload.optimizers.mezo.checks import HOW
 from hf_offload.optimizers.mezo.directions import direction_bytes
 from hf_offload.optimizers.param_groups import WeightDecay, decay_groups
+from hf_offload.settings.classes import settings
 from hf_offload.settings.schema import OffloadConfig
-from hf_offload.settings.values import number, one_of, setting, whole
+from hf_offload.settings.values import Number, Whole, one_of
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -24,7 +25,7 @@ _MOVES = 3
 """Times that weights move along a direction before they are updated along it."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class Mezo(MemoryMode):
     """MeZO (Malladi et al., NeurIPS 2023, arXiv 2305.17333): two forward passes a step, no graph, no gradients, no state.
     Trains all weights that require gradients. In the Trainer, a batch without labels (all -100) does what it does with other
@@ -45,9 +46,9 @@ class Mezo(MemoryMode):
         torch.optim.SGD,
     )
 
-    eps: float = setting(1e-3, number(above=0))
-    restore: str = setting("reference", one_of(RESTORES))
-    seed: int = setting(0, whole(-(2**63)))
+    eps: Annotated[Number, Field(gt=0)] = 1e-3
+    restore: Annotated[str, one_of(RESTORES)] = "reference"
+    seed: Annotated[Whole, Field(ge=-(2**63))] = 0
 
     def optimizer(self, model: nn.Module, *, weight_decay: WeightDecay, **adam: Any) -> torch.optim.Optimizer:
         """:class:`MeZO` over all trainable parameters; of ``adam``, it has ``lr`` alone."""

@@ -1,8 +1,7 @@
 """The memory modes galore, apollo and frugal: all weights, with the state of chosen matrices in a small space."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,7 +19,8 @@ from hf_offload.optimizers.projected import (
 from hf_offload.optimizers.projected import state_bytes as count_state
 from hf_offload.optimizers.projected.checks import check_parameters
 from hf_offload.optimizers.projected.projections import Projection, matrix_shape, projection_of
-from hf_offload.settings.values import flag, names, setting
+from hf_offload.settings.classes import settings
+from hf_offload.settings.values import Flag, names
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SINGLE_BYTES = 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class Projected(ProjectedConfig, MemoryMode):
     """A method of :mod:`hf_offload.optimizers.projected`, whose settings are those of the mode, too.
 
@@ -39,8 +39,8 @@ class Projected(ProjectedConfig, MemoryMode):
 
     alters_step: ClassVar[bool] = False
 
-    targets: str | Sequence[str] = setting("auto", names("ends of module names", alone=("auto", "all")))
-    update_in_backward: bool = setting(False, flag())
+    targets: Annotated[str | Sequence[str], names("ends of module names", alone=("auto", "all"))] = "auto"
+    update_in_backward: Flag = False
 
     def as_dict(self) -> dict[str, Any]:
         """The settings of the method: the mode's own do not decide about the state."""
@@ -115,16 +115,16 @@ class Projected(ProjectedConfig, MemoryMode):
 _OWN = ("targets", "update_in_backward")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class Galore(GaLoreConfig, Projected):
     """GaLore."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class Apollo(ApolloConfig, Projected):
     """APOLLO."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class Frugal(FrugalConfig, Projected):
     """FRUGAL."""

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.classes import settings
 from hf_offload.settings.schema import OffloadConfig
-from hf_offload.settings.values import read_fields
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -41,10 +41,10 @@ class OptimizerBytes:
     copies: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class MemoryMode(abc.ABC):
-    """What is trained, and with which optimizer. A mode is a frozen dataclass whose fields are its settings, declared with
-    :func:`~hf_offload.settings.values.setting`. It has to define its optimizer and how much state that holds.
+    """What is trained, and with which optimizer. A mode is a settings class
+    (:mod:`hf_offload.settings.classes`). It has to define its optimizer and how much state that holds.
 
     Attributes:
         takes_fused: The optimizer has the option ``fused`` of ``torch.optim.AdamW``.
@@ -63,10 +63,6 @@ class MemoryMode(abc.ABC):
     uses_gradients: ClassVar[bool] = True
     replaces: ClassVar[tuple[type[torch.optim.Optimizer], ...]] = (torch.optim.AdamW, torch.optim.Adam)
     keeps_groups: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        with read_fields(self, f"settings of {type(self).__name__}"):
-            pass
 
     @classmethod
     def setting_names(cls) -> list[str]:

@@ -1,9 +1,8 @@
 """The memory mode qlora."""
 
-import dataclasses
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,8 @@ from torch import Tensor, nn
 from hf_offload.errors import OffloadConfigError
 from hf_offload.memory_modes.lora import Lora
 from hf_offload.memory_modes.protocol import load_library
-from hf_offload.settings.values import flag, one_of, setting
+from hf_offload.settings.classes import settings
+from hf_offload.settings.values import Flag, one_of
 from hf_offload.structure.linears import chosen_linears
 
 # Of bitsandbytes' 4 bits: weights that share a scale, scales that share one, and how many numbers 4 bits can name.
@@ -19,7 +19,7 @@ _BLOCK, _BLOCK_OF_SCALES, _CODES = 64, 256, 16
 _SINGLE_BYTES = 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class Qlora(Lora):
     """QLoRA (Dettmers et al., NeurIPS 2023, arXiv 2305.14314): LoRA on frozen weights in 4 bits.
 
@@ -32,8 +32,8 @@ class Qlora(Lora):
 
     name: ClassVar[str] = "qlora"
 
-    quant_type: str = setting("nf4", one_of(("nf4", "fp4")))
-    double_quant: bool = setting(True, flag())
+    quant_type: Annotated[str, one_of(("nf4", "fp4"))] = "nf4"
+    double_quant: Flag = True
 
     def _prepare_base(self, model: nn.Module, chosen: dict[str, Any]) -> None:
         if getattr(model, "is_loaded_in_4bit", False):

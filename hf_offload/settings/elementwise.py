@@ -1,12 +1,12 @@
 """Settings of recomputing elementwise operations."""
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import choose, collect_errors, names_of, naming
-from hf_offload.settings.values import names
+from hf_offload.settings.classes import build, settings
+from hf_offload.settings.load import choose, collect_errors
+from hf_offload.settings.values import Reader, names
 
 EXACT_SWITCHES = ("activations", "norms", "dropout")
 """Change no bit of a loss or a gradient."""
@@ -15,7 +15,25 @@ ALL_EXACT = "exact"
 OFF = "off"
 
 
-@dataclasses.dataclass(frozen=True)
+def _switches(name: str, value: Any) -> tuple[str, ...]:
+    given = () if value is None or (isinstance(value, str) and not value) else value
+    read = names(f"switches, which are {', '.join(SWITCHES)} and {ALL_EXACT!r}", or_none=True)
+    switches = tuple(dict.fromkeys(read(name, given)))
+    with collect_errors(name) as check:
+        for switch in switches:
+            with check:
+                choose(name, switch, (*SWITCHES, ALL_EXACT))
+        with check:
+            both = {"activations", ALL_EXACT}.intersection(switches)
+            if both and "derivative-8bit" in switches:
+                raise OffloadConfigError(
+                    f"{name}: {both.pop()!r} recomputes results from the inputs of activation functions, and "
+                    "'derivative-8bit' does not keep those: drop one of them."
+                )
+    return switches
+
+
+@settings(frozen=True)
 class RecomputeElementwiseConfig:
     """Which results are recomputed in backward from what is saved anyway, instead of being saved themselves.
 
@@ -29,27 +47,7 @@ class RecomputeElementwiseConfig:
             together with ``"activations"``, which needs the input. None at all: a plan does not choose any, either.
     """
 
-    switches: Sequence[str]
-
-    def __post_init__(self) -> None:
-        given: Any = self.switches
-        if given is None or (isinstance(given, str) and not given):
-            given = ()
-        name = names_of(RecomputeElementwiseConfig).get("switches", "recompute_elementwise")
-        read: Any = names(f"switches, which are {', '.join(SWITCHES)} and {ALL_EXACT!r}", or_none=True)
-        switches = tuple(dict.fromkeys(read(name, given)))
-        with collect_errors(name) as check:
-            for switch in switches:
-                with check:
-                    choose(name, switch, (*SWITCHES, ALL_EXACT))
-            with check:
-                both = {"activations", ALL_EXACT}.intersection(switches)
-                if both and "derivative-8bit" in switches:
-                    raise OffloadConfigError(
-                        f"{name}: {both.pop()!r} recomputes results from the inputs of activation functions, and "
-                        "'derivative-8bit' does not keep those: drop one of them."
-                    )
-        object.__setattr__(self, "switches", switches)
+    switches: Annotated[Sequence[str], Reader(_switches, {"type": "array", "items": {"enum": SWITCHES}})]
 
     def asks_for(self, switch: str) -> bool:
         """Whether ``switch`` is on."""
@@ -63,16 +61,15 @@ class RecomputeElementwiseConfig:
         return ",".join(self.switches) or OFF
 
 
-def recompute_elementwise(value: Any, name: str = "recompute_elementwise") -> RecomputeElementwiseConfig | None:
-    """Read the setting: names of switches, as a list or separated by commas, ``"off"``, or nothing.
+def read_recompute_elementwise(name: str, value: Any) -> RecomputeElementwiseConfig | None:
+    """Read the setting ``name``: switches, as a list or separated by commas, ``"off"``, or nothing.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError`.
     """
-    if value is None or isinstance(value, RecomputeElementwiseConfig):
+    if isinstance(value, RecomputeElementwiseConfig):
         return value
     if isinstance(value, str) and not value:
         return None
     if value is False or (isinstance(value, str) and value == OFF):
-        return RecomputeElementwiseConfig(())
-    with naming(RecomputeElementwiseConfig, {"switches": name}):
-        return RecomputeElementwiseConfig(value)
+        value = ()
+    return build(RecomputeElementwiseConfig, {"switches": value}, name, lambda _: name)

@@ -5,23 +5,21 @@ written as everywhere (``20GiB``); several directories or modules are separated 
 not set.
 """
 
-import dataclasses
 import logging
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import choose, collect_errors, from_mapping, naming
-from hf_offload.settings.schema import OffloadConfig
+from hf_offload.settings.classes import field_problems, forms, from_mapping
+from hf_offload.settings.load import choose, collect_errors, joined
+from hf_offload.settings.schema import FIELDS, OffloadConfig
 from hf_offload.settings.shown import cropped, nearest, shown
-from hf_offload.settings.values import Reader, reader_of
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "HF_OFFLOAD_"
-FIELDS = tuple(field.name for field in dataclasses.fields(OffloadConfig))
-READERS: Mapping[str, Reader] = {field: reader_of(OffloadConfig, field) for field in FIELDS}
+FORMS = forms(OffloadConfig)
 
 AUTOLOAD_VARIABLE = f"{PREFIX}AUTOLOAD"
 DISABLE_VARIABLE = f"{PREFIX}DISABLE"
@@ -103,18 +101,20 @@ def settings_with(
     """
     environ = os.environ if environ is None else environ
     found = _values(environ)
-    both = given.keys() & found.keys()
     losing, merged = (given, {**given, **found}) if environment_first else (found, {**found, **given})
     of_environment = {field: variable(field) for field in found if environment_first or field not in given}
     with collect_errors(f"{where} and the environment" if found else where) as check:
         with check:
             check_variables(environ)
-        for field in sorted(both):
-            name = f"{where}: {field}" if environment_first else variable(field)
-            with check:
-                READERS[field](name, losing[field])
-        with check, naming(OffloadConfig, of_environment):
-            config = from_mapping(OffloadConfig, merged, where)
+        unused = {field: losing[field] for field in sorted(given.keys() & found.keys())}
+        problems = field_problems(
+            OffloadConfig, unused, lambda field: f"{where}: {field}" if environment_first else variable(field)
+        )
+        with check:
+            if problems:
+                raise joined(where, problems)
+        with check:
+            config = from_mapping(OffloadConfig, merged, where, lambda field: of_environment.get(field, field))
             config.mode()  # raises for wrong settings of the mode
     return config, found
 
@@ -122,10 +122,10 @@ def settings_with(
 def variables_for(settings: Mapping[str, Any]) -> dict[str, str]:
     """The variables that :func:`settings_from` reads back as ``settings``; ``None`` is left out."""
     return {
-        variable(field): READERS[field].to_text(field, value) for field, value in settings.items() if value is not None
+        variable(field): FORMS[field].to_text(field, value) for field, value in settings.items() if value is not None
     }
 
 
 def _values(environ: Mapping[str, str]) -> dict[str, Any]:
     texts = {field: environ.get(variable(field), "").strip() for field in FIELDS}
-    return {field: READERS[field].from_text(text) for field, text in texts.items() if text}
+    return {field: FORMS[field].from_text(text) for field, text in texts.items() if text}

@@ -1,13 +1,15 @@
 """The section ``evaluation`` of a recipe: what is measured on the rows of ``data.validation``."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
-from hf_offload.errors import OffloadConfigError
+from pydantic import Field
+
+from hf_offload.settings.classes import settings
 from hf_offload.settings.load import choose, collect_errors
 from hf_offload.settings.shown import shown
-from hf_offload.settings.values import SCALAR, Reader, names, read_fields, section, setting, whole
+from hf_offload.settings.values import Reader, Whole, names, section
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,7 @@ METRICS = {
 LOSS = "loss"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class Generation:
     """How text is written for metrics of text.
 
@@ -41,12 +43,8 @@ class Generation:
         num_beams: Of beam search; 1 takes the likeliest token each time.
     """
 
-    max_new_tokens: int | None = setting(None, whole(1))
-    num_beams: int = setting(1, whole(1))
-
-    def __post_init__(self) -> None:
-        with read_fields(self, "evaluation.generation", "evaluation.generation."):
-            pass
+    max_new_tokens: Annotated[Whole | None, Field(ge=1)] = None
+    num_beams: Annotated[Whole, Field(ge=1)] = 1
 
 
 def _metrics(name: str, value: Any) -> tuple[str, ...]:
@@ -60,7 +58,7 @@ def _metrics(name: str, value: Any) -> tuple[str, ...]:
     return found
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class EvaluationRecipe:
     """What is measured in addition to the loss.
 
@@ -73,13 +71,11 @@ class EvaluationRecipe:
         generation: Of text, for ``bleu`` and ``chrf``.
     """
 
-    metrics: Sequence[str] | str | None = setting(None, Reader(_metrics, SCALAR))
-    early_stopping_patience: int | None = setting(None, whole(1))
-    generation: Generation | Mapping[str, Any] | None = setting(None, section(Generation))
-
-    def __post_init__(self) -> None:
-        with read_fields(self, "evaluation section", "evaluation."):
-            pass
+    metrics: Annotated[
+        Sequence[str] | str | None, Reader(_metrics, {"type": ["string", "array"], "items": {"enum": list(METRICS)}})
+    ] = None
+    early_stopping_patience: Annotated[Whole | None, Field(ge=1)] = None
+    generation: Annotated[Generation | Mapping[str, Any] | None, section(Generation)] = None
 
     def metrics_for(self, task: str) -> tuple[str, ...]:
         """The metrics that were asked for, or those a task has without being asked."""
@@ -87,47 +83,36 @@ class EvaluationRecipe:
             return tuple(self.metrics)
         return ("accuracy",) if task == "sequence-classification" else ("perplexity",)
 
-    def check_run(self, task: str, training: Mapping[str, Any], *, has_validation: bool) -> None:
-        """Raise :class:`OffloadConfigError` for all that does not fit the task or the section ``training``."""
+    def conflicts_with(self, task: str, training: Mapping[str, Any], *, has_validation: bool) -> Iterator[str]:
+        """All that does not fit the task or the section ``training``."""
         metrics = self.metrics_for(task)
-        with collect_errors("evaluation") as check:
-            for name in metrics:
-                with check:
-                    if task not in METRICS[name].tasks:
-                        fitting = [other for other, kind in METRICS.items() if task in kind.tasks]
-                        raise OffloadConfigError(
-                            f"evaluation.metrics: {name} is computed for {' and '.join(METRICS[name].tasks)} only. Metrics "
-                            f"of {task}: {', '.join(fitting)}."
-                        )
-            with check:
-                if self.generation is not None and not any(METRICS[name].generates for name in metrics):
-                    raise OffloadConfigError(
-                        "evaluation.generation: none of the metrics needs text from the model: add bleu or chrf for "
-                        "seq2seq-lm, or drop it."
-                    )
-            evaluates = str(training.get("eval_strategy") or "no") != "no" or training.get("eval_on_start") is True
-            with check:
-                if not has_validation and (evaluates or self != EvaluationRecipe()):
-                    what = "training.eval_strategy" if evaluates else "the section evaluation"
-                    raise OffloadConfigError(
-                        f"{what} needs data.validation: files, {{split: validation}} of data.hub, or a share such as 0.05."
-                    )
-            best = training.get("metric_for_best_model")
-            with check:
-                known = [LOSS, *metrics]
-                if best is not None and str(best).removeprefix("eval_") not in known:
-                    raise OffloadConfigError(
-                        f"training.metric_for_best_model={shown(best)} is not measured: choose one of "
-                        f"{', '.join(known)}, or add it to evaluation.metrics."
-                    )
-            with check:
-                if training.get("load_best_model_at_end") and not evaluates:
-                    raise OffloadConfigError(
-                        "training.load_best_model_at_end needs training.eval_strategy: steps or epoch."
-                    )
-            with check:
-                if self.early_stopping_patience is not None and not training.get("load_best_model_at_end"):
-                    raise OffloadConfigError(
-                        "evaluation.early_stopping_patience needs training.load_best_model_at_end: true, so that what is "
-                        "saved is the best, not the last."
-                    )
+        for name in metrics:
+            if task not in METRICS[name].tasks:
+                fitting = [other for other, kind in METRICS.items() if task in kind.tasks]
+                yield (
+                    f"evaluation.metrics: {name} is computed for {' and '.join(METRICS[name].tasks)} only. Metrics of "
+                    f"{task}: {', '.join(fitting)}."
+                )
+        if self.generation is not None and not any(METRICS[name].generates for name in metrics):
+            yield (
+                "evaluation.generation: none of the metrics needs text from the model: add bleu or chrf for seq2seq-lm, or "
+                "drop it."
+            )
+        evaluates = str(training.get("eval_strategy") or "no") != "no" or training.get("eval_on_start") is True
+        if not has_validation and (evaluates or self != EvaluationRecipe()):
+            what = "training.eval_strategy" if evaluates else "the section evaluation"
+            yield f"{what} needs data.validation: files, {{split: validation}} of data.hub, or a share such as 0.05."
+        best = training.get("metric_for_best_model")
+        known = [LOSS, *metrics]
+        if best is not None and str(best).removeprefix("eval_") not in known:
+            yield (
+                f"training.metric_for_best_model={shown(best)} is not measured: choose one of {', '.join(known)}, or add it "
+                "to evaluation.metrics."
+            )
+        if training.get("load_best_model_at_end") and not evaluates:
+            yield "training.load_best_model_at_end needs training.eval_strategy: steps or epoch."
+        if self.early_stopping_patience is not None and not training.get("load_best_model_at_end"):
+            yield (
+                "evaluation.early_stopping_patience needs training.load_best_model_at_end: true, so that what is saved is "
+                "the best, not the last."
+            )

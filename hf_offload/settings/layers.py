@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import collect_errors, nearest
+from hf_offload.settings.load import collect_errors, joined, nearest
 from hf_offload.settings.recipe_files import layer_names, read_yaml, recipe_names, recipe_roots, shipped_name
 from hf_offload.settings.recipe_meta import META
 from hf_offload.settings.shown import cropped, listed, shown
@@ -41,38 +41,27 @@ class Layers:
     origins: Mapping[tuple[str, ...], Path]
 
     @contextlib.contextmanager
-    def naming(self, section: str) -> Iterator[None]:
-        """Errors about keys of ``section`` that another layer has put there say which one."""
+    def located(self) -> Iterator[None]:
+        """Errors about a key that another layer than the recipe itself has set say which one."""
         try:
             yield
         except OffloadConfigError as error:
-            problems = tuple(self._located(section, problem) for problem in error.problems or (str(error),))
-            with collect_errors(f"section {section}") as check:
-                for problem in problems:
-                    with check:
-                        raise OffloadConfigError(problem) from error
+            raise joined("recipe", [self._located(one) for one in error.problems or (str(error),)]) from error
 
     def other_layer(self, section: str) -> str | None:
         """The layer that has brought ``section`` in, None if the recipe itself did."""
         file = self.origins.get((section,), self.files[-1])
         return None if file == self.files[-1] else shipped_name(file) or str(file)
 
-    def _located(self, section: str, problem: str) -> str:
-        said = re.split(r" Did you mean | Known: ", problem)[0]
-        found = []
-        for (place, *keys), file in self.origins.items():
-            if place == section and keys:
-                key = re.escape(keys[0])
-                mention = re.search(rf"\b{section}\.{key}\b|'{key}'|(?<![\w.]){key}=", said)
-                found += [(mention.start(), keys[0], file)] if mention else []
-        if not found:
+    def _located(self, problem: str) -> str:
+        """``problem``, which begins with its section, or is about a memory mode, with the layer of the first key in it."""
+        section, *words = re.findall(r"\w+", re.split(r" Did you mean | Known: ", problem)[0])
+        section = "memory" if section == "memory_mode" else section
+        key = next((word for word in words if (section, word) in self.origins), "")
+        file = self.origins.get((section, key), self.files[-1])
+        if file == self.files[-1]:
             return problem
-        _, name, file = min(found, key=lambda one: one[0])
-        return (
-            problem
-            if file == self.files[-1]
-            else f"{problem} ({name} is set in the layer {shipped_name(file) or file}.)"
-        )
+        return f"{problem} ({key} is set in the layer {shipped_name(file) or file}.)"
 
 
 def read_layers(path: Path) -> Layers:

@@ -1,18 +1,13 @@
 """Collecting errors: all of them in one message, each with its source and the nearest valid name."""
 
 import contextlib
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
-from contextvars import ContextVar
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.shown import listed, nearest, shown
 
-__all__ = ["choose", "collect_errors", "from_mapping", "names_of", "naming", "nearest"]
-
-T = TypeVar("T")
-_names: ContextVar[tuple[type | None, Mapping[str, str]]] = ContextVar("names", default=(None, {}))
+__all__ = ["choose", "collect_errors", "joined", "nearest", "refuse"]
 
 
 def choose(name: str, value: object, allowed: Iterable[Any], aliases: Iterable[str] = ()) -> None:
@@ -66,43 +61,12 @@ def joined(what: str, problems: Iterable[str]) -> OffloadConfigError:
     return error
 
 
-@contextlib.contextmanager
-def naming(cls: type, names: Mapping[str, str]) -> Iterator[None]:
-    """Errors of ``cls(...)`` call its settings by the names they have where they were given: field -> name there."""
-    token = _names.set((cls, names))
+def refuse(what: str, conflicts: Iterable[str]) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` for all ``conflicts`` of settings with each other, if any."""
+    found: list[str] = []
     try:
-        yield
-    finally:
-        _names.reset(token)
-
-
-def names_of(cls: type) -> Mapping[str, str]:
-    """The names of :func:`naming` that hold for ``cls`` now."""
-    of, names = _names.get()
-    return names if of is cls else {}
-
-
-@contextlib.contextmanager
-def _located(where: str) -> Iterator[None]:
-    """Problems that do not say where they are begin with ``where``."""
-    try:
-        yield
-    except OffloadConfigError as error:
-        problems = error.problems or (str(error),)
-        found = [problem if problem.startswith(where) else f"{where}: {problem}" for problem in problems]
-        raise joined(where, found) from None
-
-
-def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Build the dataclass ``cls`` from ``values``; unknown keys and wrong values are reported together, with ``where``."""
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    with collect_errors(where) as check:
-        for key in values:
-            with check:
-                if key not in names:
-                    raise OffloadConfigError(
-                        f"{where}: unknown key {shown(key)}.{nearest(key, names)} Known: {listed(names, key)}."
-                    )
-        with check, _located(where):
-            return_value = cls(**{key: value for key, value in values.items() if key in names})
-    return return_value
+        found.extend(conflicts)
+    except OffloadConfigError as error:  # of other settings that were looked at
+        found.extend(error.problems or (str(error),))
+    if found:
+        raise joined(what, found)

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import choose, collect_errors, from_mapping
+from hf_offload.settings.classes import from_mapping
+from hf_offload.settings.load import choose, collect_errors
 from hf_offload.settings.shown import shown
 from hf_offload.settings.text_files import parse_json
 from hf_offload.settings.values import mapping
@@ -107,12 +108,6 @@ def memory_mode(name: str, settings: Any = None) -> "MemoryMode | None":
             given = {key: value for key, value in values.items() if key in known}
             found = from_mapping(mode, {**MODES[name].defaults, **given}, f"memory_mode={name!r}")
     return found
-
-
-def read_mode_name(name: str, value: Any) -> str:
-    """One of :func:`mode_names`. Raises :class:`~hf_offload.errors.OffloadConfigError` for anything else."""
-    choose(name, value, mode_names())
-    return str(value)
 
 
 def read_mode_settings(settings: Any, name: str = "memory_mode_kwargs") -> Mapping[str, Any]:

@@ -1,26 +1,16 @@
 """The section ``data`` of a recipe: which rows, and what their columns mean."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import collect_errors
-from hf_offload.settings.shown import nearest, shown
-from hf_offload.settings.values import (
-    SCALAR,
-    Reader,
-    flag,
-    one_of,
-    path_text,
-    patterns,
-    read_fields,
-    section,
-    setting,
-    size,
-    text,
-    whole,
-)
+from hf_offload.settings.classes import from_mapping, in_section, settings
+from hf_offload.settings.load import refuse
+from hf_offload.settings.shown import shown
+from hf_offload.settings.values import Flag, Reader, Text, Whole, one_of, path_text, patterns, section, size
 
 RANDOM_TOKENS = "random-tokens"
 SOURCES = ("python-stdlib", RANDOM_TOKENS)
@@ -44,18 +34,13 @@ KINDS = {
 """Which kinds of rows a task takes."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class HubData:
     """A dataset of the hub: its ``name``, ``config`` and ``split``."""
 
-    name: str | None = setting(None, path_text())
-    config: str | None = setting(None, text())
-    split: str = setting("train", text())
-
-    def __post_init__(self) -> None:
-        with read_fields(self, "data.hub", "data.hub.") as check, check:
-            if check.good("name") and self.name is None:
-                raise OffloadConfigError("data.hub has no name: write hub: {name: owner/dataset}.")
+    name: Annotated[str, path_text()]
+    config: Text | None = None
+    split: Text = "train"
 
 
 def _validation(name: str, value: Any) -> Any:
@@ -71,19 +56,18 @@ def _validation(name: str, value: Any) -> Any:
     return patterns()(name, value)
 
 
+@settings(frozen=True, kw_only=True)
+class _TrainedTokenizer:
+    train_bpe: Annotated[Whole, Field(ge=SMALLEST_BPE)]
+
+
 def _tokenizer(name: str, value: Any) -> Any:
     if not isinstance(value, Mapping):
         return path_text()(name, value)
-    for key in value:
-        if key != "train_bpe":
-            raise OffloadConfigError(
-                f"{name}: unknown key {shown(key)}.{nearest(key, ['train_bpe'])} Known: train_bpe."
-            )
-    whole(SMALLEST_BPE)(f"{name}.train_bpe", value.get("train_bpe"))
-    return value
+    return {"train_bpe": from_mapping(_TrainedTokenizer, value, name, in_section(name)).train_bpe}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class DataRecipe:
     """Which rows, from exactly one of ``source``, ``files`` and ``hub``, and what is in them.
 
@@ -118,103 +102,85 @@ class DataRecipe:
         cache_dir: Where the prepared data and the trained tokenizer go. Default: ``data`` in the output directory.
     """
 
-    source: str | None = setting(None, one_of(SOURCES))
-    max_bytes: int | str | None = setting(None, size())
-    files: str | Sequence[str] | None = setting(None, patterns())
-    data_dir: str | None = setting(None, path_text())
-    hub: HubData | str | Mapping[str, Any] | None = setting(None, section(HubData, "and no name", short="name"))
-    validation: str | Sequence[str] | Mapping[str, Any] | float | None = setting(None, Reader(_validation))
-    streaming: bool = setting(False, flag())
-    text_column: str | None = setting(None, text())
-    text_pair_column: str | None = setting(None, text())
-    label_column: str | None = setting(None, text())
-    messages_column: str | None = setting(None, text())
-    prompt_column: str | None = setting(None, text())
-    answer_column: str | None = setting(None, text())
-    packing: bool = setting(False, flag())
-    source_column: str | None = setting(None, text())
-    target_column: str | None = setting(None, text())
-    source_prefix: str | None = setting(None, text())
-    target_length: int | None = setting(None, whole(1))
-    sequence_length: int = setting(512, whole(2))
-    tokenizer: str | Mapping[str, Any] | None = setting(None, Reader(_tokenizer, SCALAR))
-    cache_dir: str | None = setting(None, path_text())
+    source: Annotated[str | None, one_of(SOURCES)] = None
+    max_bytes: Annotated[int | str | None, size()] = None
+    files: Annotated[str | Sequence[str] | None, patterns()] = None
+    data_dir: Annotated[str | None, path_text()] = None
+    hub: Annotated[HubData | str | Mapping[str, Any] | None, section(HubData, "and no name", short="name")] = None
+    validation: Annotated[
+        str | Sequence[str] | Mapping[str, Any] | float | None,
+        Reader(_validation, {"type": ["string", "array", "object", "number"]}),
+    ] = None
+    streaming: Flag = False
+    text_column: Text | None = None
+    text_pair_column: Text | None = None
+    label_column: Text | None = None
+    messages_column: Text | None = None
+    prompt_column: Text | None = None
+    answer_column: Text | None = None
+    packing: Flag = False
+    source_column: Text | None = None
+    target_column: Text | None = None
+    source_prefix: Text | None = None
+    target_length: Annotated[Whole | None, Field(ge=1)] = None
+    sequence_length: Annotated[Whole, Field(ge=2)] = 512
+    tokenizer: Annotated[str | Mapping[str, Any] | None, Reader(_tokenizer, {"type": ["string", "object"]})] = None
+    cache_dir: Annotated[str | None, path_text()] = None
 
-    def __post_init__(self) -> None:
-        with read_fields(self, "data section", "data.") as check:
-            with check:
-                given = [name for name in ("source", "files", "hub") if getattr(self, name) is not None]
-                if len(given) != 1:
-                    raise OffloadConfigError(
-                        f"data: give exactly one of source, files and hub, not {' and '.join(given) or 'none'}."
-                    )
-            with check:
-                if self.max_bytes is not None and check.good("source") and self.source in (None, RANDOM_TOKENS):
-                    raise OffloadConfigError("data.max_bytes is for data.source=python-stdlib only: drop it.")
-            with check:
-                if check.good("validation"):
-                    self._check_validation()
-            with check:
-                local = self.files is not None or isinstance(self.validation, tuple)
-                if self.data_dir is not None and check.good("validation") and not local:
-                    raise OffloadConfigError(
-                        "data.data_dir is for data.files, and this data is not in local files: drop it."
-                    )
-            for field in ("tokenizer", "streaming", "validation", "source_prefix", "packing", *_COLUMN_FIELDS):
-                with check:
-                    if check.good("source") and self.source == RANDOM_TOKENS and getattr(self, field):
-                        raise OffloadConfigError(f"data.{field}: {RANDOM_TOKENS} are not text and need none: drop it.")
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        refuse("data section", self._conflicts())
+        return self
 
-    def _check_validation(self) -> None:
+    def _conflicts(self) -> Iterator[str]:
+        given = [name for name in ("source", "files", "hub") if getattr(self, name) is not None]
+        if len(given) != 1:
+            yield f"data: give exactly one of source, files and hub, not {' and '.join(given) or 'none'}."
+        if self.max_bytes is not None and self.source in (None, RANDOM_TOKENS):
+            yield "data.max_bytes is for data.source=python-stdlib only: drop it."
         value = self.validation
         if isinstance(value, Mapping) and self.hub is None:
-            raise OffloadConfigError("data.validation: only data.hub has splits: give files, or a share such as 0.05.")
-        if isinstance(value, float) and self.streaming is True:
-            raise OffloadConfigError(
-                "data.validation: no share can be taken of a stream, whose end is unknown: name files or a split."
-            )
+            yield "data.validation: only data.hub has splits: give files, or a share such as 0.05."
+        if isinstance(value, float) and self.streaming:
+            yield "data.validation: no share can be taken of a stream, whose end is unknown: name files or a split."
         if isinstance(value, tuple) and self.hub is not None:
-            raise OffloadConfigError(
-                "data.validation: of data.hub, give {split: validation}, or a share such as 0.05, not files."
-            )
+            yield "data.validation: of data.hub, give {split: validation}, or a share such as 0.05, not files."
+        if self.data_dir is not None and self.files is None and not isinstance(value, tuple):
+            yield "data.data_dir is for data.files, and this data is not in local files: drop it."
+        if self.source == RANDOM_TOKENS:
+            for field in ("tokenizer", "streaming", "validation", "source_prefix", "packing", *_COLUMN_FIELDS):
+                if getattr(self, field):
+                    yield f"data.{field}: {RANDOM_TOKENS} are not text and need none: drop it."
 
-    def check_task(self, task: str) -> None:
-        """Raise :class:`OffloadConfigError` for all columns that are missing for ``task`` or that it does not read."""
+    def conflicts_with(self, task: str) -> Iterator[str]:
+        """All columns that are missing for ``task`` or that it does not read."""
         kinds = KINDS[task]
-        with collect_errors(f"columns for {task}") as check:
-            for field in dict.fromkeys(name for names in COLUMNS.values() for name in names):
-                with check:
-                    if getattr(self, field) and not any(field in COLUMNS[kind] for kind in kinds):
-                        tasks = [other for other, read in KINDS.items() if any(field in COLUMNS[kind] for kind in read)]
-                        raise OffloadConfigError(
-                            f"data.{field}: model.task={task} does not read it, {' and '.join(tasks)} do: drop it, or "
-                            "change the task."
-                        )
-            if self.source == RANDOM_TOKENS:
-                if task == "sequence-classification":
-                    with check:
-                        raise OffloadConfigError(f"data.source: {RANDOM_TOKENS} have no classes: give files or hub.")
-                return
-            kind = self.kind(task)
-            needed: tuple[str, ...] = ()
-            if kind == PAIRS:
-                needed = ("source_column", "target_column")
-            elif kind == CLASSES:
-                needed = ("label_column",)
-            elif kind == CONVERSATIONS and not self.messages_column:
-                needed = ("prompt_column", "answer_column")
-            for field in needed:
-                with check:
-                    if not getattr(self, field):
-                        raise OffloadConfigError(f"data.{field} is missing: {task} needs the name of that column.")
-            with check:
-                if kind == CONVERSATIONS and self.messages_column and (self.prompt_column or self.answer_column):
-                    raise OffloadConfigError(
-                        "data: give messages_column, or prompt_column and answer_column, not both."
-                    )
-            with check:
-                if kind == CONVERSATIONS and self.text_column:
-                    raise OffloadConfigError("data.text_column: conversations are read from other columns: drop it.")
+        for field in dict.fromkeys(name for names in COLUMNS.values() for name in names):
+            if getattr(self, field) and not any(field in COLUMNS[kind] for kind in kinds):
+                tasks = [other for other, read in KINDS.items() if any(field in COLUMNS[kind] for kind in read)]
+                yield (
+                    f"data.{field}: model.task={task} does not read it, {' and '.join(tasks)} do: drop it, or change the "
+                    "task."
+                )
+        if self.source == RANDOM_TOKENS:
+            if task == "sequence-classification":
+                yield f"data.source: {RANDOM_TOKENS} have no classes: give files or hub."
+            return
+        kind = self.kind(task)
+        needed: tuple[str, ...] = ()
+        if kind == PAIRS:
+            needed = ("source_column", "target_column")
+        elif kind == CLASSES:
+            needed = ("label_column",)
+        elif kind == CONVERSATIONS and not self.messages_column:
+            needed = ("prompt_column", "answer_column")
+        for field in needed:
+            if not getattr(self, field):
+                yield f"data.{field} is missing: {task} needs the name of that column."
+        if kind == CONVERSATIONS and self.messages_column and (self.prompt_column or self.answer_column):
+            yield "data: give messages_column, or prompt_column and answer_column, not both."
+        if kind == CONVERSATIONS and self.text_column:
+            yield "data.text_column: conversations are read from other columns: drop it."
 
     def kind(self, task: str) -> str:
         """Which kind of rows ``task`` makes of these columns: :data:`TEXT`, :data:`CONVERSATIONS`, ..."""

@@ -3,16 +3,17 @@
 It changes nothing about a run, and layers named under ``base`` do not pass theirs on.
 """
 
-import dataclasses
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Self
+
+from pydantic import Field, ValidationInfo, model_validator
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import from_mapping
+from hf_offload.settings.classes import explained_settings, from_mapping, in_section, settings
 from hf_offload.settings.recipe_files import find_recipe, read_yaml
 from hf_offload.settings.shown import shown
-from hf_offload.settings.values import Reader, flag, items, number, path_text, read_fields, section, setting, text
+from hf_offload.settings.values import Flag, Number, Reader, Text, items, path_text, section
 
 META = "meta"
 PREDICTED = "predicted"
@@ -26,26 +27,31 @@ class _Section:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@explained_settings(frozen=True, kw_only=True)
 class Machine(_Section):
     """A machine with one GPU, in words: the options of ``hf-offload plan`` that describe it."""
 
-    gpu: str | None = setting(None, text(), "A GPU such as rtx4090, or the size of its memory, such as 24GiB.")
-    tflops: float | None = setting(None, number(above=0), "What the GPU reaches in matrix multiplication in 16 bits.")
-    memory_bandwidth: str | None = setting(None, text(), "Of the GPU's memory, such as 900GB/s.")
-    pcie: str | None = setting(None, text(), "Bandwidth between GPU and RAM, such as 25GB/s.")
-    ssd: str | None = setting(
-        None, text(), "Bandwidth of the drive, such as 5GB/s, or 4GB/s,6GB/s for writing and reading."
-    )
-    ram: str | None = setting(None, text(), "RAM that activations may take, such as 64GB.")
-    disk: str | None = setting(None, text(), "Disk space that activations may take, such as 500GB.")
+    gpu: Text | None = None
+    """A GPU such as rtx4090, or the size of its memory, such as 24GiB."""
+    tflops: Annotated[Number | None, Field(gt=0)] = None
+    """What the GPU reaches in matrix multiplication in 16 bits."""
+    memory_bandwidth: Text | None = None
+    """Of the GPU's memory, such as 900GB/s."""
+    pcie: Text | None = None
+    """Bandwidth between GPU and RAM, such as 25GB/s."""
+    ssd: Text | None = None
+    """Bandwidth of the drive, such as 5GB/s, or 4GB/s,6GB/s for writing and reading."""
+    ram: Text | None = None
+    """RAM that activations may take, such as 64GB."""
+    disk: Text | None = None
+    """Disk space that activations may take, such as 500GB."""
 
-    def __post_init__(self) -> None:
-        with read_fields(self, "machine", "meta.machine.") as check, check:
-            if self.gpu is None and check.good("gpu") and self.given:
-                raise OffloadConfigError(
-                    f"{', '.join(map(check.name, self.given))} describe another machine: add {check.name('gpu')}."
-                )
+    @model_validator(mode="after")
+    def _check(self, info: ValidationInfo) -> Self:
+        name = info.context or str
+        if self.gpu is None and self.given:
+            raise OffloadConfigError(f"{', '.join(map(name, self.given))} describe another machine: add {name('gpu')}.")
+        return self
 
 
 def _read_overrides(name: str, value: Any) -> tuple[str, ...]:
@@ -55,27 +61,22 @@ def _read_overrides(name: str, value: Any) -> tuple[str, ...]:
     return found
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class Launch:
     """How a recipe is trained on several GPUs.
 
     Args:
-        config_file: For ``hf-offload launch``: the name of a file that comes with the package, or a path.
+        config_file: For ``hf-offload launch``: the name of a file that comes with the package, such as ``ddp``, or a path.
         overrides: Changes of the recipe that several GPUs need.
         required: Whether one GPU is not enough.
     """
 
-    config_file: str | None = setting(None, path_text())
-    overrides: Sequence[str] = setting([], Reader(_read_overrides))
-    required: bool = setting(False, flag())
-
-    def __post_init__(self) -> None:
-        with read_fields(self, "launch", "meta.launch.") as check, check:
-            if self.config_file is None and check.good("config_file"):
-                raise OffloadConfigError("meta.launch has no config_file: name one, such as ddp or fsdp2.")
+    config_file: Annotated[str, path_text()]
+    overrides: Annotated[Sequence[str], Reader(_read_overrides, {"type": "array", "items": {"type": "string"}})] = ()
+    required: Flag = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class Predicted(_Section):
     """What is predicted for the recipe's machine, as text with units. Times are those of a micro-batch with the optimizer's
     step.
@@ -89,22 +90,18 @@ class Predicted(_Section):
         million_tokens: Where they do: hours for a million tokens, with a step for each micro-batch.
     """
 
-    peak: str | None = setting(None, text())
-    budget: str | None = setting(None, text())
-    micro_batch: str | None = setting(None, text())
-    baseline_peak: str | None = setting(None, text())
-    baseline_micro_batch: str | None = setting(None, text())
-    auto_micro_batch: str | None = setting(None, text())
-    ram: str | None = setting(None, text())
-    drive: str | None = setting(None, text())
-    million_tokens: str | None = setting(None, text())
-
-    def __post_init__(self) -> None:
-        with read_fields(self, "prediction", "meta.predicted."):
-            pass
+    peak: Text | None = None
+    budget: Text | None = None
+    micro_batch: Text | None = None
+    baseline_peak: Text | None = None
+    baseline_micro_batch: Text | None = None
+    auto_micro_batch: Text | None = None
+    ram: Text | None = None
+    drive: Text | None = None
+    million_tokens: Text | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class MetaRecipe:
     """The section itself.
 
@@ -115,14 +112,12 @@ class MetaRecipe:
         predicted: What is predicted for that machine; written by ``hf-offload recipes predict --write``.
     """
 
-    summary: str | None = setting(None, text())
-    launch: Launch | Mapping[str, Any] | None = setting(None, section(Launch, "with config_file and overrides"))
-    machine: Machine | Mapping[str, Any] | None = setting(None, section(Machine, "such as {gpu: rtx4090, ssd: 5GB/s}"))
-    predicted: Predicted | Mapping[str, Any] | None = setting(None, section(Predicted, "such as {peak: 9.50 GiB}"))
-
-    def __post_init__(self) -> None:
-        with read_fields(self, "meta section", "meta."):
-            pass
+    summary: Text | None = None
+    launch: Annotated[Launch | Mapping[str, Any] | None, section(Launch, "with config_file and overrides")] = None
+    machine: Annotated[Machine | Mapping[str, Any] | None, section(Machine, "such as {gpu: rtx4090, ssd: 5GB/s}")] = (
+        None
+    )
+    predicted: Annotated[Predicted | Mapping[str, Any] | None, section(Predicted, "such as {peak: 9.50 GiB}")] = None
 
     @property
     def target(self) -> Machine:
@@ -139,7 +134,7 @@ class MetaRecipe:
         train = ["train", name]
         lines = [] if isinstance(self.launch, Launch) and self.launch.required else [[PROGRAM, *train]]
         if isinstance(self.launch, Launch):
-            options = ["--config_file", str(self.launch.config_file), "-m", "hf_offload"]
+            options = ["--config_file", self.launch.config_file, "-m", "hf_offload"]
             lines.append([PROGRAM, "launch", *options, *train, *self.launch.overrides])
         if self.target.gpu is not None:
             options = [part for field, value in self.target.given.items() for part in (_option(field), str(value))]
@@ -165,7 +160,7 @@ def read_meta(name: str) -> MetaRecipe:
     """
     content = read_yaml(find_recipe(name))
     meta = content.get(META) if isinstance(content, dict) else None
-    return from_mapping(MetaRecipe, meta if isinstance(meta, dict) else {}, META)
+    return from_mapping(MetaRecipe, meta if isinstance(meta, dict) else {}, META, in_section(META))
 
 
 def _option(field: str) -> str:

@@ -7,26 +7,30 @@ Sections: ``meta`` (:mod:`hf_offload.settings.recipe_meta`), ``model``, ``data``
 reads is an error, and all errors of a recipe are reported at once.
 """
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
+
+from pydantic import model_validator
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.settings.classes import ALWAYS, NEVER, build, forms, from_mapping, in_section, settings
 from hf_offload.settings.environment import check_variables
 from hf_offload.settings.evaluation import EvaluationRecipe
 from hf_offload.settings.layers import drop_nulls, read_layers
-from hf_offload.settings.load import collect_errors, from_mapping, nearest
+from hf_offload.settings.load import collect_errors, nearest, refuse
 from hf_offload.settings.memory_modes import NONE
-from hf_offload.settings.overrides import apply_override
 from hf_offload.settings.recipe_data import RANDOM_TOKENS, DataRecipe, HubData
 from hf_offload.settings.recipe_files import find_recipe, recipe_names
 from hf_offload.settings.recipe_meta import META, MetaRecipe
 from hf_offload.settings.recipe_model import DTYPE_ALIASES, DTYPES, TASKS, ModelRecipe
-from hf_offload.settings.recipe_training import training_value
+from hf_offload.settings.recipe_training import training_text, training_values
 from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig
-from hf_offload.settings.shown import shown
+from hf_offload.settings.shown import cropped, shown
+from hf_offload.settings.values import Reader, Text, mapping, section, section_class
+from hf_offload.settings.yaml_text import parse_yaml
 
 __all__ = [
     "DTYPES",
@@ -37,25 +41,53 @@ __all__ = [
     "HubData",
     "ModelRecipe",
     "Recipe",
+    "apply_override",
     "load_recipe",
     "read_recipe",
+    "text_override",
 ]
 
 SECTIONS = (META, "model", "data", "training", "evaluation", "offload", "sampling", "memory")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class Recipe:
-    """A whole training run. Built by :func:`load_recipe`."""
+    """A whole training run. Built by :func:`load_recipe`.
 
-    name: str
-    model: ModelRecipe
-    data: DataRecipe
-    training: Mapping[str, Any]
-    offload: OffloadConfig
-    evaluation: EvaluationRecipe = dataclasses.field(default_factory=EvaluationRecipe)
-    meta: MetaRecipe = dataclasses.field(default_factory=MetaRecipe)
-    """What changes nothing about the run."""
+    Attributes:
+        meta: What changes nothing about the run.
+    """
+
+    name: Text
+    meta: Annotated[MetaRecipe, section(MetaRecipe)] = MetaRecipe()
+    model: Annotated[ModelRecipe, section(ModelRecipe)]
+    data: Annotated[DataRecipe, section(DataRecipe)]
+    training: Annotated[Mapping[str, Any], Reader(training_values, {"type": "object"})]
+    evaluation: Annotated[EvaluationRecipe, section(EvaluationRecipe)] = EvaluationRecipe()
+    offload: Annotated[OffloadConfig, section(OffloadConfig)]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        refuse(f"recipe {self.name}", self._conflicts())
+        return self
+
+    def _conflicts(self) -> Iterator[str]:
+        """What one section says that another one excludes."""
+        random_tokens = self.data.source == RANDOM_TOKENS
+        endless = int(self.training.get("max_steps") or 0) <= 0
+        if self.data.streaming and endless:
+            yield "data.streaming has no known end: set training.max_steps."
+        if random_tokens and endless:
+            yield f"data.source: {RANDOM_TOKENS} have no end: set training.max_steps."
+        yield from self.data.conflicts_with(self.model.task)
+        yield from self.evaluation.conflicts_with(
+            self.model.task, self.training, has_validation=self.data.validation is not None
+        )
+        if not self.model.name and not self.data.tokenizer and not random_tokens:
+            yield (
+                "data.tokenizer is missing: a model from random weights brings none. Name one, or give "
+                "tokenizer: {train_bpe: 8192}."
+            )
 
     @property
     def output_dir(self) -> Path:
@@ -74,7 +106,7 @@ def read_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
     Values are YAML: ``offload.tier=ssd``, ``data.files=[a.txt, b.txt]``, ``offload={tier: none}`` (a whole section),
     ``offload.directory=null`` (back to the default); text and paths are taken as they are written. What the file names under
     ``base`` is merged below it (:mod:`hf_offload.settings.layers`). Raises :class:`OffloadConfigError` with every error in
-    it.
+    it; what sections exclude of each other is looked at where each is right by itself.
     """
     path = find_recipe(path_or_name)
     layers = read_layers(path)
@@ -87,79 +119,44 @@ def read_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
             with check:
                 apply_override(tree, override)
         drop_nulls(tree)
-        for key in list(tree):
+        for key in tree:
             with check:
                 if key not in SECTIONS:
                     where = layers.other_layer(key) or name
                     raise OffloadConfigError(
                         f"{where}: unknown section {shown(key)}.{nearest(key, SECTIONS)} Known: {', '.join(SECTIONS)}."
                     )
-        sections: dict[str, Mapping[str, Any]] = {}
-        for key in SECTIONS:
-            sections[key] = {}
-            with check:
-                section = tree.get(key)
-                if section is not None and not isinstance(section, Mapping):
-                    raise OffloadConfigError(f"{name}: section {key} is {shown(section)}, not a mapping of settings.")
-                sections[key] = section or {}
-        data: Any = None
-        evaluation: Any = None
-        with check:
-            meta = from_mapping(MetaRecipe, sections[META], META)
-        with check, layers.naming("model"):
-            model = from_mapping(ModelRecipe, sections["model"], "model")
-        with check, layers.naming("data"):
-            data = from_mapping(DataRecipe, sections["data"], "data")
-        training: dict[str, Any] = {}
-        for key, value in sections["training"].items():
-            with check, layers.naming("training"):
-                training[key] = training_value(key, value)
-        with check, layers.naming("offload"):
-            # A recipe without the section asks for no offloading; with it, OffloadConfig's own default holds.
-            asked: dict[str, Any] = dict(sections["offload"]) if "offload" in tree else {"tier": "none"}
-            if "sampling" in tree:
-                if "sampled_linear" in asked:
-                    raise OffloadConfigError("offload.sampled_linear and the section sampling set the same: drop one.")
-                with check:
-                    asked["sampled_linear"] = from_mapping(SampledLinearConfig, sections["sampling"], "sampling")
-            if "memory" in tree:
-                if "memory_mode" in asked or "memory_mode_kwargs" in asked:
-                    raise OffloadConfigError("offload.memory_mode and the section memory set the same: drop one.")
-                settings = dict(sections["memory"])
-                asked |= {"memory_mode": settings.pop("mode", NONE), "memory_mode_kwargs": settings or None}
-            offload = from_mapping(OffloadConfig, asked, "offload")
-        with check:
-            if sections["data"].get("streaming") is True and int(training.get("max_steps") or 0) <= 0:
-                raise OffloadConfigError("data.streaming has no known end: set training.max_steps.")
-        random_tokens = sections["data"].get("source") == RANDOM_TOKENS
-        with check:
-            if random_tokens and int(training.get("max_steps") or 0) <= 0:
-                raise OffloadConfigError(f"data.source: {RANDOM_TOKENS} have no end: set training.max_steps.")
-        with check, layers.naming("evaluation"):
-            evaluation = from_mapping(EvaluationRecipe, sections["evaluation"], "evaluation")
-        task = sections["model"].get("task", "causal-lm")
-        # A section with errors of its own is missing here: those are reported first.
-        if isinstance(task, str) and task in TASKS:
-            with check, layers.naming("data"):
-                if data is not None:
-                    data.check_task(task)
-            with check:
-                if evaluation is not None:
-                    has_validation = sections["data"].get("validation") is not None
-                    evaluation.check_run(task, training, has_validation=has_validation)
-        with check:
-            if not sections["model"].get("name") and not sections["data"].get("tokenizer") and not random_tokens:
-                raise OffloadConfigError(
-                    "data.tokenizer is missing: a model from random weights brings none. Name one, or give "
-                    "tokenizer: {train_bpe: 8192}."
-                )
-    return Recipe(
-        name=name, model=model, data=data, training=training, offload=offload, evaluation=evaluation, meta=meta
-    )
+        values: dict[str, Any] = {"name": name, "offload": {}}
+        values |= {key: tree.get(key, {}) for key in (META, "model", "data", "training", "evaluation")}
+        with check, layers.located():
+            values["offload"] = _offloading(tree)
+        with check, layers.located():
+            recipe = build(Recipe, values, f"recipe {name}")
+    return recipe
+
+
+def _offloading(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The section ``offload`` with what the sections ``sampling`` and ``memory`` add. A recipe without it asks for no
+    offloading; with it, the default of :class:`OffloadConfig` holds.
+    """
+    of_settings = mapping("of settings")
+    asked: dict[str, Any] = dict(of_settings("offload", tree.get("offload", {"tier": "none"})))
+    if "sampling" in tree:
+        if "sampled_linear" in asked:
+            raise OffloadConfigError("offload.sampled_linear and the section sampling set the same: drop one.")
+        given = of_settings("sampling", tree["sampling"])
+        asked["sampled_linear"] = from_mapping(SampledLinearConfig, given, "sampling", in_section("sampling"))
+    if "memory" in tree:
+        if "memory_mode" in asked or "memory_mode_kwargs" in asked:
+            raise OffloadConfigError("offload.memory_mode and the section memory set the same: drop one.")
+        mode = dict(of_settings("memory", tree["memory"]))
+        asked |= {"memory_mode": mode.pop("mode", NONE), "memory_mode_kwargs": mode or None}
+    return asked
 
 
 def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """:func:`read_recipe`, and what only the libraries can check: values of ``model.config``, the section ``memory``.
+    """:func:`read_recipe`, and what only the libraries can check: ``model.architecture`` and ``model.config``, the section
+    ``memory``.
 
     Raises :class:`OffloadConfigError` with every error in it. Libraries, which take seconds to load, are not asked about a
     recipe that is wrong anyway.
@@ -167,8 +164,75 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
     recipe = read_recipe(path_or_name, overrides)
     layers = read_layers(find_recipe(path_or_name))
     with collect_errors(f"recipe {recipe.name}") as check:
-        with check, layers.naming("model"):
+        with check, layers.located():
             recipe.model.check_library()
-        with check, layers.naming("memory"):
+        with check, layers.located():
             recipe.offload.mode()
     return recipe
+
+
+# ----------------------------------------------------------------------------------------- changes from the command line
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Apply ``override``, such as ``training.max_steps=3``, to ``tree``; ``null`` removes a key.
+
+    Values are YAML. Of settings that are text or a path, they are the text as it stands, unless it is in quotes.
+    """
+    key, equals, text = override.partition("=")
+    *parents, last = key.strip().split(".")
+    if not equals or not last or not all(parents):
+        raise OffloadConfigError(
+            f"{shown(override)} is not an override: write section.key=value, such as training.max_steps=3."
+        )
+    value = _value([*parents, last], text, shown(override))
+    where = tree
+    for depth, part in enumerate(parents):
+        if not isinstance(where.get(part), dict):
+            if where.get(part) is not None:
+                parent = cropped(".".join(parents[: depth + 1]))
+                raise OffloadConfigError(f"{shown(override)}: {parent} is not a mapping.")
+            where[part] = {}
+        where = where[part]
+    if value is None and where.get(last) is not None:
+        del where[last]
+    else:
+        where[last] = value
+
+
+def text_override(key: str, text: str) -> str:
+    """The override that sets ``key`` to ``text``, whatever it looks like."""
+    return f"{key}={text}" if _value(key.split("."), text, key) == text else f"{key}={json.dumps(text)}"
+
+
+def _value(keys: Sequence[str], text: str, where: str) -> Any:
+    plain = text.strip()
+    if plain in ("", "~", "null", "Null", "NULL"):
+        return None
+    quoted, collection = plain[0] in "'\"", plain[0] in "[{"
+    as_text = _as_text(keys)
+    if not quoted and (as_text == ALWAYS or (as_text != NEVER and not collection)):
+        return text
+    try:
+        value = parse_yaml(text, where)
+    except OffloadConfigError:
+        if as_text == ALWAYS:
+            return text
+        raise
+    # A word is the whole of the text: a # begins no comment here.
+    return text if isinstance(value, str) and not quoted else value
+
+
+def _as_text(keys: Sequence[str]) -> str:
+    """How the value of ``keys`` is read (:attr:`~hf_offload.settings.classes.Form.as_text`)."""
+    if keys[0] == "training":
+        return training_text(keys[1]) if len(keys) == 2 else NEVER
+    found: Any = Recipe
+    if keys[0] == "sampling":
+        keys = ("offload", "sampled_linear", *keys[1:])
+    for key in keys[:-1]:
+        found = section_class(found, key)
+        if found is None:
+            return NEVER
+    form = forms(found).get(keys[-1]) if len(keys) > 1 else None
+    return NEVER if form is None else form.as_text

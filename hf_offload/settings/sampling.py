@@ -3,20 +3,22 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import from_mapping, naming
+from hf_offload.settings.classes import build, counted, from_mapping, settings
 from hf_offload.settings.shown import shown
 from hf_offload.settings.text_files import parse_json
-from hf_offload.settings.values import flag, names, number, one_of, read_fields, setting, whole
+from hf_offload.settings.values import Flag, Number, Whole, names, one_of
 
 ESTIMATORS = ("wta-crs", "crs", "rad", "features", "exact")
 ACTIVATION, GRADIENT_CACHE = "activation", "gradient-cache"
 PROBABILITIES = (ACTIVATION, GRADIENT_CACHE)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class SampledLinearConfig:
     """How the weight gradients of linear layers are estimated from a part of their inputs.
 
@@ -36,21 +38,21 @@ class SampledLinearConfig:
         share_inputs: Layers that are given the same tensor (queries, keys and values) keep one part of it together.
     """
 
-    ratio: float = setting(0.3, number(above=0, at_most=1))
-    min_rows: int = setting(10, whole(1, "of rows"))
-    estimator: str = setting("wta-crs", one_of(ESTIMATORS))
-    probabilities: str = setting(ACTIVATION, one_of(PROBABILITIES))
-    targets: str | Sequence[str] = setting("auto", names("ends of module names", alone=("auto", "all")))
-    share_inputs: bool = setting(True, flag())
+    ratio: Annotated[Number, Field(gt=0, le=1)] = 0.3
+    min_rows: Annotated[Whole, counted("rows", ge=1)] = 10
+    estimator: Annotated[str, one_of(ESTIMATORS)] = "wta-crs"
+    probabilities: Annotated[str, one_of(PROBABILITIES)] = ACTIVATION
+    targets: Annotated[str | Sequence[str], names("ends of module names", alone=("auto", "all"))] = "auto"
+    share_inputs: Flag = True
 
-    def __post_init__(self) -> None:
-        with read_fields(self, "settings of sampled linear layers") as check, check:
-            by_columns = check.good("estimator") and self.estimator in ("rad", "features")
-            if by_columns and check.good("probabilities") and self.probabilities == GRADIENT_CACHE:
-                raise OffloadConfigError(
-                    f"probabilities={GRADIENT_CACHE!r} is about rows, and estimator={self.estimator!r} draws columns: "
-                    "set estimator='wta-crs' or 'crs'."
-                )
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.estimator in ("rad", "features") and self.probabilities == GRADIENT_CACHE:
+            raise OffloadConfigError(
+                f"probabilities={GRADIENT_CACHE!r} is about rows, and estimator={self.estimator!r} draws columns: "
+                "set estimator='wta-crs' or 'crs'."
+            )
+        return self
 
     def __str__(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -65,8 +67,8 @@ class SampledLinearConfig:
         return min(whole, max(self.min_rows, int(self.ratio * whole)))
 
 
-def sampled_linear(value: Any, name: str = "sampled_linear") -> SampledLinearConfig | None:
-    """Read the setting: a ratio, a mapping, the JSON text of either, or nothing.
+def read_sampled_linear(name: str, value: Any) -> SampledLinearConfig | None:
+    """Read the setting ``name``: a ratio, a mapping, the JSON text of either, or nothing.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError`.
     """
@@ -76,5 +78,4 @@ def sampled_linear(value: Any, name: str = "sampled_linear") -> SampledLinearCon
         return value
     if isinstance(value, Mapping):
         return from_mapping(SampledLinearConfig, value, name)
-    with naming(SampledLinearConfig, {"ratio": name}):
-        return SampledLinearConfig(ratio=value)
+    return build(SampledLinearConfig, {"ratio": value}, name, lambda _: name)

@@ -3,30 +3,18 @@
 import copy
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.elementwise import RecomputeElementwiseConfig, recompute_elementwise
-from hf_offload.settings.memory_modes import MODES, NONE, memory_mode, read_mode_name, read_mode_settings
-from hf_offload.settings.sampling import SampledLinearConfig, sampled_linear
-from hf_offload.settings.values import (
-    ALWAYS,
-    DRIVES,
-    MODEL,
-    FieldCheck,
-    Reader,
-    described,
-    folders,
-    names,
-    one_of,
-    path_text,
-    read_fields,
-    setting,
-    size,
-    whole,
-)
+from pydantic import Field, ValidationInfo, model_validator
+
+from hf_offload.settings.classes import Named, Scope, counted, described, explained_settings, forms
+from hf_offload.settings.elementwise import RecomputeElementwiseConfig, read_recompute_elementwise
+from hf_offload.settings.load import choose, refuse
+from hf_offload.settings.memory_modes import MODES, NONE, memory_mode, mode_names, read_mode_settings
+from hf_offload.settings.sampling import SampledLinearConfig, read_sampled_linear
+from hf_offload.settings.values import Reader, Whole, folders, names, one_of, path_text, size
 
 if TYPE_CHECKING:
     from hf_offload.memory_modes.protocol import MemoryMode
@@ -43,6 +31,10 @@ MIN_BYTES_OF_ACCELERATORS = 2 << 20
 """Storing and loading a tensor takes its host some 80 us, in which a link of 25 GB/s moves this much: the host of an
 accelerator, which it must keep busy, would spend longer on smaller tensors than the link does."""
 
+_OF_MODES = (
+    f"What is trained and what the optimizer keeps of it: {', '.join(MODES)}, or none for all weights and AdamW."
+)
+
 Directory = str | os.PathLike[str]
 
 
@@ -53,6 +45,11 @@ def _tiled_mlp(name: str, value: Any) -> str | tuple[str, ...]:
     return found
 
 
+def _mode(name: str, value: Any) -> str:
+    choose(name, value, mode_names())
+    return str(value)
+
+
 def snapshots_held(config: "OffloadConfig") -> int:
     """How many snapshots are in memory at a time: the newest two, and one that may be on its way to a drive."""
     if config.snapshot_steps is None:
@@ -61,275 +58,166 @@ def snapshots_held(config: "OffloadConfig") -> int:
 
 
 @described
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@explained_settings(frozen=True, kw_only=True)
 class OffloadConfig:
     """Settings of one offloaded run.
 
-    Sizes are numbers of bytes or strings such as ``"20GiB"``; after construction they are ``int``. All errors are
-    reported in one :class:`~hf_offload.errors.OffloadConfigError`.
+    Sizes are numbers of bytes or strings such as ``"20GiB"``; after construction they are ``int``. All wrong values are
+    reported in one :class:`~hf_offload.errors.OffloadConfigError`; once there are none, all that exclude each other.
     """
 
-    tier: str = setting(
-        "auto",
-        one_of(TIERS, TIER_ALIASES),
-        'Where saved activations go: "auto" (only as much as {memory_budget} needs, wherever it costs least time), "ram" '
-        '(pinned memory on an accelerator), "ssd" (files; with {ram_budget}, RAM first) or "none". "cpu" is accepted for '
-        'ram; "disk" and "nvme" for ssd.',
-    )
-    optimizer: str | None = setting(
-        None,
-        one_of(TIERS, TIER_ALIASES),
-        'Where the optimizer\'s state lives, and the gradients between backward and step: "ram" (pinned memory on an '
-        'accelerator), "ssd" (files; with {ram_budget}, RAM first), "auto" (only if {memory_budget} needs it; with another '
-        '{tier} than "auto", if weights, gradients and state would take more than half of it) or "none" (with the weights). '
-        'Results keep their bits. Default: "auto" where {tier} is and one process trains, else "none".',
-    )
-    params: str | None = setting(
-        None,
-        one_of(TIERS, TIER_ALIASES),
-        'Where weights are while no operation uses them: "ram" (pinned memory on an accelerator), "ssd" (files; with '
-        '{ram_budget}, RAM first), "auto" (only if {memory_budget} needs it; with another {tier} than "auto", if weights '
-        'would take more than half of it) or "none" (in memory). As many stay as fit into half of {memory_budget}; without '
-        'one, two blocks. Results keep their bits. Default: "auto" where {tier} is and one process trains, else "none".',
-    )
-    memory_budget: int | str | None = setting(
-        None,
-        size(at_least=1),
-        'With {tier}="auto": limit of device memory for everything, weights and optimizer state included; on a CPU, for '
-        "tensors. Default: 90 % of what is available to this process, including what it already uses.",
-    )
-    directory: Directory | Sequence[Directory] | None = setting(
-        None,
-        folders(),
-        "One directory for files, or several to stripe over. Default: the system's temporary folder, named in the log; on an "
-        'accelerator, {tier}="auto" writes no files unless a setting of drives is given.',
-        scope=DRIVES,
-    )
-    ram_budget: int | str | None = setting(
-        None,
-        size(),
-        'Most RAM to use. With {tier}="ssd", files are written once it is full. Default on an accelerator: 60 % of the RAM '
-        "that is available, in equal parts for the machine's processes.",
-    )
-    disk_budget: int | str | None = setting(
-        None, size(), "Most disk space to occupy at any time, over all directories.", scope=DRIVES
-    )
-    min_bytes: int | str | None = setting(
-        None, size(), "Smaller tensors stay where they are. Default: 256 KiB on a CPU, 2 MiB on an accelerator."
-    )
-    keep_last_count: int = setting(
-        0,
-        whole(0, "of blocks"),
-        "Number of the model's last blocks that keep their activations: backward needs those first.",
-    )
-    read_ahead_bytes: int | str | None = setting(
-        None, size(), "How far backward reads ahead. Default: six tensors of average size."
-    )
-    io_threads: int | None = setting(
-        None,
-        whole(1, "of threads", at_most=MOST_THREADS),
-        "Threads per drive for writing, and as many for reading. Default: 2 for writing and 4 for reading.",
-        scope=DRIVES,
-    )
-    io_chunk_bytes: int | str | None = setting(
-        None,
-        size(at_least=4096),
-        "Bytes that one call writes or reads at most: larger tensors are shared by the threads of {io_threads}. Rounded "
-        "down to whole blocks of the drive. Default: 8 MiB.",
-        scope=DRIVES,
-    )
-    ring_bytes: int | str | None = setting(
-        None,
-        size(at_least=1 << 20),
-        "On an accelerator, the pinned memory through which tensors pass on their way to drives and back. Default: 512 MiB.",
-        scope=DRIVES,
-    )
-    verify: str = setting(
-        "off",
-        one_of(VERIFY),
-        '"checksum" compares a CRC-32 of every buffer before the store and after the load; "off" does not.',
-    )
-    max_disk_write_bytes: int | str | None = setting(
-        None, size(), "Stop writing to disk after this many bytes in one run, to spare the drive.", scope=DRIVES
-    )
-    on_disk_write_limit: str = setting(
-        "keep",
-        one_of(ON_LIMIT),
-        'What happens at {max_disk_write_bytes}: "keep" (activations stay in memory, or in the RAM tier if there is one) or '
-        '"stop" (the run ends after the step: a Trainer saves, a loop of your own gets an error).',
-        scope=DRIVES,
-    )
-    max_step_write_bytes: int | str | None = setting(
-        None,
-        size(),
-        'With {tier}="auto": most bytes that a planned step of one micro-batch writes to drives. Measured steps may '
-        "write more. Default: no limit.",
-    )
-    drive_endurance_bytes: int | str | None = setting(
-        None,
-        size(at_least=1),
-        "Bytes that the drive is rated to take in its lifetime (TBW), such as 600TB: the summary reports the share that all "
-        "runs have used.",
-        scope=DRIVES,
-    )
-    tiled_loss: str = setting(
-        "off",
-        one_of(TILED, on_off=True),
-        'Compute output head and loss a few tokens at a time, so that the logits never exist: "on", "auto" (where the model '
-        'allows it) or "off". Losses and gradients change in their last bits, as with a larger batch.',
-        scope=MODEL,
-    )
-    tiled_mlp: str | Sequence[str] = setting(
-        "off",
-        Reader(_tiled_mlp),
-        'The same for modules that treat every token by itself: "on" (all of them), names of modules, "auto" (only where '
-        '{memory_budget} needs it) or "off". Backward computes them once more.',
-        scope=MODEL,
-    )
-    tile_bytes: int | str | None = setting(
-        None,
-        size(at_least=1),
-        "Size of the logits of one tile. Default: a sixteenth of all logits, or a 64th of {memory_budget}.",
-        scope=MODEL,
-    )
-    sampled_linear: "float | str | Mapping[str, Any] | SampledLinearConfig | None" = setting(
-        None,
-        Reader(lambda name, value: sampled_linear(value, name)),
-        "Estimate the weight gradients of linear layers from this part of their input: a ratio such as 0.3, or the settings "
-        "of SampledLinearConfig (as a mapping or JSON). Gradients are then correct only on average.",
-        scope=MODEL,
-    )
-    recompute_elementwise: "str | Sequence[str] | RecomputeElementwiseConfig | None" = setting(
-        None,
-        Reader(lambda name, value: recompute_elementwise(value, name)),
-        'Results of elementwise operations to recompute in backward instead of saving them: "activations", "norms", '
-        '"dropout" ("exact": these three, which change no bit), "derivative-8bit" (not exact) or "off". Default: with tier '
-        '"auto", the plan decides about the exact ones; else off.',
-        scope=MODEL,
-    )
-    recompute_blocks: str | Sequence[str] | None = setting(
-        None,
-        names("names of classes"),
-        'With {tier}="auto": classes of modules that plans may recompute in backward as whole blocks, as they do with layers '
-        "of transformers (GradientCheckpointingLayer). By naming a class you promise that its forward reads the same values "
-        "when it runs a second time, and changes nothing outside of it.",
-        scope=MODEL,
-    )
-    memory_mode: str = setting(
-        NONE,
-        Reader(read_mode_name, ALWAYS),
-        f"What is trained and what the optimizer keeps of it: {', '.join(MODES)}, or none for all weights and AdamW.",
-        scope=MODEL,
-    )
-    memory_mode_kwargs: "str | Mapping[str, Any] | None" = setting(
-        None,
-        Reader(lambda name, value: dict(read_mode_settings(value, name))),
-        "Settings of {memory_mode}, such as its rank, as a mapping or JSON.",
-        scope=MODEL,
-    )
+    tier: Annotated[str, one_of(TIERS, TIER_ALIASES)] = "auto"
+    """Where saved activations go: "auto" (only as much as {memory_budget} needs, wherever it costs least time), "ram"
+    (pinned memory on an accelerator), "ssd" (files; with {ram_budget}, RAM first) or "none". "cpu" is accepted for
+    ram; "disk" and "nvme" for ssd."""
+    optimizer: Annotated[str | None, one_of(TIERS, TIER_ALIASES)] = None
+    """Where the optimizer's state lives, and the gradients between backward and step: "ram" (pinned memory on an
+    accelerator), "ssd" (files; with {ram_budget}, RAM first), "auto" (only if {memory_budget} needs it; with another
+    {tier} than "auto", if weights, gradients and state would take more than half of it) or "none" (with the weights).
+    Results keep their bits. Default: "auto" where {tier} is and one process trains, else "none"."""
+    params: Annotated[str | None, one_of(TIERS, TIER_ALIASES)] = None
+    """Where weights are while no operation uses them: "ram" (pinned memory on an accelerator), "ssd" (files; with
+    {ram_budget}, RAM first), "auto" (only if {memory_budget} needs it; with another {tier} than "auto", if weights
+    would take more than half of it) or "none" (in memory). As many stay as fit into half of {memory_budget}; without
+    one, two blocks. Results keep their bits. Default: "auto" where {tier} is and one process trains, else "none"."""
+    memory_budget: Annotated[int | str | None, size(at_least=1)] = None
+    """With {tier}="auto": limit of device memory for everything, weights and optimizer state included; on a CPU, for
+    tensors. Default: 90 % of what is available to this process, including what it already uses."""
+    directory: Annotated[Directory | Sequence[Directory] | None, folders(), Scope.DRIVES] = None
+    """One directory for files, or several to stripe over. Default: the system's temporary folder, named in the log;
+    on an accelerator, {tier}="auto" writes no files unless a setting of drives is given."""
+    ram_budget: Annotated[int | str | None, size()] = None
+    """Most RAM to use. With {tier}="ssd", files are written once it is full. Default on an accelerator: 60 % of the
+    RAM that is available, in equal parts for the machine's processes."""
+    disk_budget: Annotated[int | str | None, size(), Scope.DRIVES] = None
+    """Most disk space to occupy at any time, over all directories."""
+    min_bytes: Annotated[int | str | None, size()] = None
+    """Smaller tensors stay where they are. Default: 256 KiB on a CPU, 2 MiB on an accelerator."""
+    keep_last_count: Annotated[Whole, counted("blocks", ge=0)] = 0
+    """Number of the model's last blocks that keep their activations: backward needs those first."""
+    read_ahead_bytes: Annotated[int | str | None, size()] = None
+    """How far backward reads ahead. Default: six tensors of average size."""
+    io_threads: Annotated[Whole | None, counted("threads", ge=1, le=MOST_THREADS), Scope.DRIVES] = None
+    """Threads per drive for writing, and as many for reading. Default: 2 for writing and 4 for reading."""
+    io_chunk_bytes: Annotated[int | str | None, size(at_least=4096), Scope.DRIVES] = None
+    """Bytes that one call writes or reads at most: larger tensors are shared by the threads of {io_threads}. Rounded
+    down to whole blocks of the drive. Default: 8 MiB."""
+    ring_bytes: Annotated[int | str | None, size(at_least=1 << 20), Scope.DRIVES] = None
+    """On an accelerator, the pinned memory through which tensors pass on their way to drives and back. Default: 512
+    MiB."""
+    verify: Annotated[str, one_of(VERIFY)] = "off"
+    """"checksum" compares a CRC-32 of every buffer before the store and after the load; "off" does not."""
+    max_disk_write_bytes: Annotated[int | str | None, size(), Scope.DRIVES] = None
+    """Stop writing to disk after this many bytes in one run, to spare the drive."""
+    on_disk_write_limit: Annotated[str, one_of(ON_LIMIT), Scope.DRIVES] = "keep"
+    """What happens at {max_disk_write_bytes}: "keep" (activations stay in memory, or in the RAM tier if there is one)
+    or "stop" (the run ends after the step: a Trainer saves, a loop of your own gets an error)."""
+    max_step_write_bytes: Annotated[int | str | None, size()] = None
+    """With {tier}="auto": most bytes that a planned step of one micro-batch writes to drives. Measured steps may
+    write more. Default: no limit."""
+    drive_endurance_bytes: Annotated[int | str | None, size(at_least=1), Scope.DRIVES] = None
+    """Bytes that the drive is rated to take in its lifetime (TBW), such as 600TB: the summary reports the share that
+    all runs have used."""
+    tiled_loss: Annotated[str, one_of(TILED, on_off=True), Scope.MODEL] = "off"
+    """Compute output head and loss a few tokens at a time, so that the logits never exist: "on", "auto" (where the
+    model allows it) or "off". Losses and gradients change in their last bits, as with a larger batch."""
+    tiled_mlp: Annotated[
+        str | Sequence[str], Reader(_tiled_mlp, {"type": ["string", "array", "boolean"]}), Scope.MODEL
+    ] = "off"
+    """The same for modules that treat every token by itself: "on" (all of them), names of modules, "auto" (only where
+    {memory_budget} needs it) or "off". Backward computes them once more."""
+    tile_bytes: Annotated[int | str | None, size(at_least=1), Scope.MODEL] = None
+    """Size of the logits of one tile. Default: a sixteenth of all logits, or a 64th of {memory_budget}."""
+    sampled_linear: Annotated[
+        float | str | Mapping[str, Any] | SampledLinearConfig | None,
+        Reader(read_sampled_linear, {"type": ["number", "string", "object"]}, SampledLinearConfig),
+        Scope.MODEL,
+    ] = None
+    """Estimate the weight gradients of linear layers from this part of their input: a ratio such as 0.3, or the
+    settings of SampledLinearConfig (as a mapping or JSON). Gradients are then correct only on average."""
+    recompute_elementwise: Annotated[
+        str | Sequence[str] | RecomputeElementwiseConfig | None,
+        Reader(read_recompute_elementwise, {"type": ["string", "array", "boolean"], "items": {"type": "string"}}),
+        Scope.MODEL,
+    ] = None
+    """Results of elementwise operations to recompute in backward instead of saving them: "activations", "norms",
+    "dropout" ("exact": these three, which change no bit), "derivative-8bit" (not exact) or "off". Default: with tier
+    "auto", the plan decides about the exact ones; else off."""
+    recompute_blocks: Annotated[str | Sequence[str] | None, names("names of classes"), Scope.MODEL] = None
+    """With {tier}="auto": classes of modules that plans may recompute in backward as whole blocks, as they do with
+    layers of transformers (GradientCheckpointingLayer). By naming a class you promise that its forward reads the same
+    values when it runs a second time, and changes nothing outside of it."""
+    memory_mode: Annotated[str, Reader(_mode, {"type": "string"}), Scope.MODEL, Field(description=_OF_MODES)] = NONE
+    memory_mode_kwargs: Annotated[
+        str | Mapping[str, Any] | None,
+        Reader(lambda name, value: dict(read_mode_settings(value, name)), {"type": ["string", "object"]}),
+        Scope.MODEL,
+    ] = None
+    """Settings of {memory_mode}, such as its rank, as a mapping or JSON."""
 
-    snapshot_steps: int | None = setting(
-        None,
-        whole(1, "of steps"),
-        "Take a snapshot of the run every so many steps: a process of its own keeps it in memory, and the next start with "
-        "resume_from_checkpoint=True (in loops, session.snapshots or accelerator.snapshots with resume=True) goes on from "
-        "there. Takes twice the memory of weights and optimizer state (three times with {snapshot_dir}), of {ram_budget} if "
-        "there is one, wherever weights and state are.",
-    )
-    snapshot_dir: Directory | None = setting(
-        None,
-        path_text(),
-        "Where snapshots are written, too, from memory and as checkpoints: the two newest stay.",
-    )
-    snapshot_wait_s: int = setting(
-        3600,
-        whole(0, "of seconds"),
-        "How long snapshots stay in memory after a training, or what follows it in its script, that did not end well.",
-    )
-    snapshot_parity: int = setting(
-        0,
-        whole(0, at_most=1),
-        "With several processes, how many may lose their snapshot in memory: with 1, each also holds a part of the parity "
-        "of the others', by which one that is lost is rebuilt. Adds to each snapshot its bytes, divided by the number of the "
-        "other processes.",
-    )
+    snapshot_steps: Annotated[Whole | None, counted("steps", ge=1)] = None
+    """Take a snapshot of the run every so many steps: a process of its own keeps it in memory, and the next start
+    with resume_from_checkpoint=True (in loops, session.snapshots or accelerator.snapshots with resume=True) goes on
+    from there. Takes twice the memory of weights and optimizer state (three times with {snapshot_dir}), of
+    {ram_budget} if there is one, wherever weights and state are."""
+    snapshot_dir: Annotated[Directory | None, path_text()] = None
+    """Where snapshots are written, too, from memory and as checkpoints: the two newest stay."""
+    snapshot_wait_s: Annotated[Whole, counted("seconds", ge=0)] = 3600
+    """How long snapshots stay in memory after a training, or what follows it in its script, that did not end well."""
+    snapshot_parity: Annotated[Whole, Field(ge=0, le=1)] = 0
+    """With several processes, how many may lose their snapshot in memory: with 1, each also holds a part of the
+    parity of the others', by which one that is lost is rebuilt. Adds to each snapshot its bytes, divided by the
+    number of the other processes."""
 
-    def __post_init__(self) -> None:
-        with read_fields(self, "offload settings") as check:
-            name = check.name
-            with check:
-                if self.snapshot_steps is None and check.good("snapshot_steps", "snapshot_parity"):
-                    given = [each for each in ("snapshot_dir", "snapshot_parity") if getattr(self, each)]
-                    if given:
-                        raise OffloadConfigError(
-                            f"{name(given[0])} is given, but no snapshots are taken: set {name('snapshot_steps')}, or "
-                            "leave it out."
-                        )
-            with check:
-                if (
-                    check.good("on_disk_write_limit", "max_disk_write_bytes")
-                    and self.on_disk_write_limit == "stop"
-                    and self.max_disk_write_bytes is None
-                ):
-                    raise OffloadConfigError(
-                        f"{name('on_disk_write_limit')}='stop', but there is no limit: set "
-                        f"{name('max_disk_write_bytes')}, or leave it out."
-                    )
-            with check:
-                if check.good("tiled_loss", "tiled_mlp") and self.tile_bytes is not None and not self.tiles:
-                    raise OffloadConfigError(
-                        f"{name('tile_bytes')} is given, but nothing is tiled: set {name('tiled_loss')}='on', or leave it "
-                        "out."
-                    )
-            with check:
-                if self.memory_mode == NONE and check.good("memory_mode", "memory_mode_kwargs"):
-                    self.mode()  # which has no settings
-            if check.good("tier"):
-                self._check_tier(check)
+    @model_validator(mode="after")
+    def _check(self, info: ValidationInfo) -> Self:
+        refuse("offload settings", self._conflicts(info.context or str))
+        return self
 
-    def _check_tier(self, check: FieldCheck) -> None:
-        name = check.name
+    def _conflicts(self, name: Named) -> Iterator[str]:
+        """Settings that exclude each other, or need another one."""
         tier = name("tier")
-        with check:
-            if (
-                self.memory_budget is not None
-                and "auto" not in (self.tier, self.optimizer)
-                and self.weights_place == "none"
-            ):
-                raise OffloadConfigError(
-                    f"{name('memory_budget')} is given, but {tier}={self.tier!r} does not use it: set {tier}='auto'."
-                )
-        with check:
-            if self.tier == "auto" and (self.keep_last_count or self.read_ahead_bytes is not None):
-                raise OffloadConfigError(
-                    f"{tier}='auto' chooses what is kept and how far backward reads ahead: drop {name('keep_last_count')} "
-                    f"and {name('read_ahead_bytes')}, or set {tier}='ram' or 'ssd'."
-                )
-        with check:
-            if self.max_step_write_bytes is not None and self.tier != "auto":
-                raise OffloadConfigError(
-                    f"{name('max_step_write_bytes')} is given, but {tier}={self.tier!r} plans nothing: set {tier}='auto', or "
-                    "leave it out."
-                )
-        with check:
-            if self.recompute_blocks is not None and self.tier != "auto":
-                raise OffloadConfigError(
-                    f"{name('recompute_blocks')} is given, but {tier}={self.tier!r} recomputes nothing: set {tier}='auto', "
-                    "or leave it out."
-                )
-        with check:
-            if check.good("tiled_mlp") and self.tiled_mlp == "auto" and self.tier != "auto":
-                raise OffloadConfigError(
-                    f"{name('tiled_mlp')}='auto' tiles where nothing else fits the memory budget, and {tier}={self.tier!r} "
-                    f"has none: set {tier}='auto', or {name('tiled_mlp')}='on'."
-                )
-        with check:
-            given = [name(field) for field in self.drive_settings if self.tier == "ram" or field == "directory"]
-            files_are_known = check.good("memory_mode", "memory_mode_kwargs", "optimizer", "params")
-            if self.tier in ("none", "ram") and given and files_are_known and not self._state_goes_to_files():
-                raise OffloadConfigError(
-                    f"{', '.join(given)} given, but {tier}={self.tier!r} writes no files: set {tier}='ssd', or leave it out."
-                )
+        of_snapshots = [each for each in ("snapshot_dir", "snapshot_parity") if getattr(self, each)]
+        if self.snapshot_steps is None and of_snapshots:
+            yield (
+                f"{name(of_snapshots[0])} is given, but no snapshots are taken: set {name('snapshot_steps')}, or leave it "
+                "out."
+            )
+        if self.on_disk_write_limit == "stop" and self.max_disk_write_bytes is None:
+            yield (
+                f"{name('on_disk_write_limit')}='stop', but there is no limit: set {name('max_disk_write_bytes')}, or leave "
+                "it out."
+            )
+        if self.tile_bytes is not None and not self.tiles:
+            yield f"{name('tile_bytes')} is given, but nothing is tiled: set {name('tiled_loss')}='on', or leave it out."
+        plans = "auto" in (self.tier, self.optimizer) or self.weights_place != "none"
+        if self.memory_budget is not None and not plans:
+            yield f"{name('memory_budget')} is given, but {tier}={self.tier!r} does not use it: set {tier}='auto'."
+        if self.tier == "auto" and (self.keep_last_count or self.read_ahead_bytes is not None):
+            yield (
+                f"{tier}='auto' chooses what is kept and how far backward reads ahead: drop {name('keep_last_count')} and "
+                f"{name('read_ahead_bytes')}, or set {tier}='ram' or 'ssd'."
+            )
+        if self.max_step_write_bytes is not None and self.tier != "auto":
+            yield (
+                f"{name('max_step_write_bytes')} is given, but {tier}={self.tier!r} plans nothing: set {tier}='auto', or "
+                "leave it out."
+            )
+        if self.recompute_blocks is not None and self.tier != "auto":
+            yield (
+                f"{name('recompute_blocks')} is given, but {tier}={self.tier!r} recomputes nothing: set {tier}='auto', or "
+                "leave it out."
+            )
+        if self.tiled_mlp == "auto" and self.tier != "auto":
+            yield (
+                f"{name('tiled_mlp')}='auto' tiles where nothing else fits the memory budget, and {tier}={self.tier!r} has "
+                f"none: set {tier}='auto', or {name('tiled_mlp')}='on'."
+            )
+        if self.memory_mode == NONE:
+            self.mode()  # raises for settings of none
+        given = [name(field) for field in self.drive_settings if self.tier == "ram" or field == "directory"]
+        if self.tier in ("none", "ram") and given and not self._state_goes_to_files():
+            yield f"{', '.join(given)} given, but {tier}={self.tier!r} writes no files: set {tier}='ssd', or leave it out."
 
     @property
     def tiles(self) -> bool:
@@ -380,7 +268,7 @@ class OffloadConfig:
     @property
     def sampling(self) -> SampledLinearConfig | None:
         """How linear layers are sampled, if they are."""
-        return self.sampled_linear  # type: ignore[return-value]  # __post_init__ made it one
+        return self.sampled_linear  # type: ignore[return-value]  # reading made it one
 
     @property
     def elementwise(self) -> RecomputeElementwiseConfig | None:
@@ -400,15 +288,16 @@ class OffloadConfig:
     @property
     def drive_settings(self) -> list[str]:
         """The settings of drives that are given."""
-        return [name for name in DRIVE_SETTINGS if getattr(self, name) != self.__dataclass_fields__[name].default]
+        return [name for name in DRIVE_SETTINGS if getattr(self, name) != getattr(OffloadConfig, name)]
 
     @property
     def directories(self) -> tuple[Path, ...]:
         """The directories to stripe over; empty when none was named."""
-        return self.directory or ()  # type: ignore[return-value]  # __post_init__ made it a tuple of paths
+        return self.directory or ()  # type: ignore[return-value]  # reading made it a tuple of paths
 
 
-DRIVE_SETTINGS = tuple(field.name for field in dataclasses.fields(OffloadConfig) if field.metadata["scope"] == DRIVES)
+FIELDS = tuple(field.name for field in dataclasses.fields(OffloadConfig))
+DRIVE_SETTINGS = tuple(name for name, form in forms(OffloadConfig).items() if form.scope is Scope.DRIVES)
 
 
 def with_checked(config: OffloadConfig, **values: Any) -> OffloadConfig:
@@ -432,4 +321,4 @@ def argument(field: str) -> str:
     """
     if field == "tier":
         return "offload"
-    return field if OffloadConfig.__dataclass_fields__[field].metadata["scope"] == MODEL else f"offload_{field}"
+    return field if forms(OffloadConfig)[field].scope is Scope.MODEL else f"offload_{field}"

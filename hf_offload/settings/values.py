@@ -1,246 +1,82 @@
-"""The one place where a value of any kind becomes a setting.
+"""The types of settings: pydantic's own, strict, and :class:`Reader` for what people write in several ways."""
 
-A field of a settings class is declared with :func:`setting`, which says how it is read; :func:`read_fields`, in the class's
-``__post_init__``, reads them all. A :class:`Reader` takes a setting's name and any object, and returns the setting or raises
-:class:`~hf_offload.errors.OffloadConfigError`, and nothing else.
-"""
-
-import contextlib
 import dataclasses
-import inspect
-import json
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, get_args
+
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler, Strict
+from pydantic_core import core_schema
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import choose, collect_errors, from_mapping, names_of
+from hf_offload.settings.classes import from_mapping, in_section
+from hf_offload.settings.load import choose
 from hf_offload.settings.shown import cropped, shown
 from hf_offload.settings.sizes import LARGEST, parse_bytes
 
-T = TypeVar("T")
 
-NEVER, SCALAR, ALWAYS = "never", "scalar", "always"
+def _without_nul(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("holds a NUL character")
+    return value
+
+
+Whole = Annotated[int, Strict(), Field(le=LARGEST)]
+"""A whole number, by default as fits into 64 bits."""
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+"""A finite number."""
+Flag = Annotated[bool, Strict()]
+"""True or false."""
+Text = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_without_nul)]
+"""Text, without NUL characters."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """How a setting is read.
+    """A type of settings that people write in several ways: ``Annotated[int | str | None, size()]``. ``None`` stays where the
+    annotation says so.
 
     Attributes:
-        read: From its name and a raw value.
-        as_text: Whether what stands on a command line is the text itself and no YAML: :data:`ALWAYS`, :data:`NEVER`, or for a
-            :data:`SCALAR`, where a list or a mapping may stand too.
-        kind: The type of the value where it is not read from text.
-        unit: What a number counts, such as ``"bytes"``.
-        splits: Whether commas separate values in a text that came from a variable or an argument.
-        choices: The words to choose from, where it is one of some.
+        read: Returns the setting from its name and any object, or raises :class:`~hf_offload.errors.OffloadConfigError`.
+        schema: What may be written, in JSON schema.
+        section: The settings class of a mapping.
     """
 
     read: Callable[[str, Any], Any]
-    as_text: str = NEVER
-    kind: type = str
-    unit: str = ""
-    splits: bool = False
-    choices: tuple[str, ...] = ()
+    schema: Mapping[str, Any]
+    section: type[Any] | None = None
 
     def __call__(self, name: str, value: Any) -> Any:
         return self.read(name, value)
 
-    def from_text(self, text: str) -> Any:
-        """The value of a variable or an argument. Wrong text is returned as it is: :attr:`read` refuses it."""
-        if self.splits:
-            return [part.strip() for part in text.split(",") if part.strip()] if text.strip() else None
-        if self.kind is bool:
-            return {"true": True, "on": True, "false": False, "off": False}.get(text.strip().lower(), text)
-        if self.kind is not str:
-            with contextlib.suppress(ValueError):
-                return self.kind(text)
-        return text
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        def read(value: Any, info: core_schema.ValidationInfo) -> Any:
+            return self.read((info.context or str)(str(info.field_name)), value)
 
-    def to_text(self, name: str, value: Any) -> str:
-        """The text that :meth:`from_text` and :attr:`read` understand as ``value``, which is none of ``None``."""
-        if isinstance(value, bool):  # what YAML makes of an unquoted on
-            return "on" if value else "off"
-        if isinstance(value, Mapping):
-            return json.dumps(value)
-        if isinstance(value, (str, int, float, os.PathLike)) or not isinstance(value, Iterable):
-            parts = [str(value)]
-        else:
-            parts = [str(part) for part in value]
-        if self.splits or len(parts) > 1:
-            for part in parts:
-                if "," in part or part != part.strip():
-                    raise OffloadConfigError(
-                        f"{name}: {shown(part)} cannot be handed on as a variable: a name must not hold a comma, or begin "
-                        "or end with a space."
-                    )
-        return ",".join(parts)
+        found = core_schema.with_info_plain_validator_function(read)
+        return core_schema.nullable_schema(found) if type(None) in get_args(source) else found
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return dict(self.schema)
 
 
-MOVING, DRIVES, MODEL = "moving", "drives", "model"
-"""What a setting is about: moving tensors, the files on drives that they are moved to, or the model's modules."""
-
-
-def setting(default: Any, reader: Reader, help: str = "", *, scope: str = MOVING) -> Any:
-    """A field of a settings class. ``None``, where it is the default, needs no reading.
-
-    Args:
-        default: Its default.
-        reader: How it is read.
-        help: What it means, for training arguments, docstrings and tables. ``{tier}`` stands for that setting's name.
-        scope: :data:`MOVING`, :data:`DRIVES` or :data:`MODEL`.
+def one_of(allowed: Iterable[Any], aliases: Mapping[str, str] | None = None, *, on_off: bool = False) -> Reader:
+    """One of some words or numbers; with ``on_off``, true and false stand for "on" and "off", as YAML 1.1 reads them
+    unquoted.
     """
-    metadata = {"reader": optional(reader) if default is None else reader, "help": help, "scope": scope}
-    if isinstance(default, (dict, list)):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-class FieldCheck:
-    """``with check:`` collects an error; :meth:`good` says which fields may be compared, :attr:`name` their names."""
-
-    def __init__(self, check: Any, wrong: set[str], name: Callable[[str], str]):
-        self._check = check
-        self._wrong = wrong
-        self.name = name
-
-    def __enter__(self) -> None:
-        self._check.__enter__()
-
-    def __exit__(self, *error: Any) -> bool:
-        return bool(self._check.__exit__(*error))
-
-    def good(self, *names: str) -> bool:
-        """Whether all of these fields could be read."""
-        return not self._wrong.intersection(names)
-
-
-@contextlib.contextmanager
-def read_fields(instance: Any, what: str, prefix: str = "") -> Iterator[FieldCheck]:
-    """Read all fields of the dataclass ``instance`` that are declared with :func:`setting`, in place.
-
-    All errors, with those found inside, are raised as one error at the end. Names in messages begin with ``prefix``.
-    """
-    names = names_of(type(instance))
-
-    def name(field: str) -> str:
-        return names.get(field, prefix + field)
-
-    with collect_errors(what) as check:
-        wrong = set()
-        for field in dataclasses.fields(instance):
-            reader = field.metadata.get("reader")
-            if reader is None:
-                continue
-            value = getattr(instance, field.name)
-            # Until it is read, the default: what is compared afterwards has the right type in any case.
-            wrong.add(field.name)
-            make: Any = field.default_factory
-            object.__setattr__(instance, field.name, field.default if make is dataclasses.MISSING else make())
-            with check:
-                object.__setattr__(instance, field.name, reader(name(field.name), value))
-                wrong.remove(field.name)
-        yield FieldCheck(check, wrong, name)
-
-
-def help_of(cls: Any, name: str, named: Callable[[str], str] = str) -> str:
-    """What the field ``name`` of the settings class ``cls`` means; ``named`` says what other fields are called."""
-    names = {field.name: named(field.name) for field in dataclasses.fields(cls)}
-    return str(cls.__dataclass_fields__[name].metadata["help"].format_map(names))
-
-
-def described(cls: type[T]) -> type[T]:
-    """A settings class whose docstring ends with what its fields mean."""
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    lines = "".join(f"\n    {name}: {help_of(cls, name)}" for name in names)
-    cls.__doc__ = f"{inspect.getdoc(cls)}\n\nArgs:{lines}\n"
-    return cls
-
-
-def reader_of(cls: Any, name: str) -> Reader:
-    """How the field ``name`` of the settings class ``cls`` is read. Raises ``KeyError`` if there is none."""
-    reader: Reader = cls.__dataclass_fields__[name].metadata["reader"]
-    return reader
-
-
-# ------------------------------------------------------------------------------------------------------------- readers
-
-
-def optional(reader: Reader) -> Reader:
-    """``None`` stays; anything else is read."""
-    return dataclasses.replace(reader, read=lambda name, value: None if value is None else reader(name, value))
-
-
-def text(*, may_be_empty: bool = False) -> Reader:
-    """Text, without NUL characters."""
-
-    def read(name: str, value: Any) -> str:
-        if not isinstance(value, str) or not (value or may_be_empty):
-            raise OffloadConfigError(f"{name}={shown(value)} is not text.")
-        return _checked_text(name, value)
-
-    return Reader(read, ALWAYS)
-
-
-def one_of(allowed: Iterable[str], aliases: Mapping[str, str] | None = None, *, on_off: bool = False) -> Reader:
-    """One of some words; with ``on_off``, true and false stand for "on" and "off", as YAML 1.1 reads them unquoted."""
     allowed, aliases = tuple(allowed), aliases or {}
 
-    def read(name: str, value: Any) -> str:
+    def read(name: str, value: Any) -> Any:
         if on_off and isinstance(value, bool):
             value = "on" if value else "off"
         if isinstance(value, str):
             value = aliases.get(value, value)
         choose(name, value, allowed, aliases)
-        return str(value)
-
-    return Reader(read, NEVER if on_off else ALWAYS, choices=allowed)
-
-
-def flag() -> Reader:
-    """True or false."""
-
-    def read(name: str, value: Any) -> bool:
-        if not isinstance(value, bool):
-            raise OffloadConfigError(f"{name}={shown(value)} is neither true nor false.")
         return value
 
-    return Reader(read, kind=bool)
-
-
-def whole(at_least: int, what: str = "", *, at_most: int = LARGEST) -> Reader:
-    """A whole number in that range, by default as fits into 64 bits; ``what`` it counts ("of blocks")."""
-
-    def read(name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise OffloadConfigError(f"{name}={shown(value)} is not a whole number{what and ' '}{what}.")
-        if value < at_least:
-            raise OffloadConfigError(f"{name}={shown(value)} is too small: give {at_least} or more.")
-        if value > at_most:
-            raise OffloadConfigError(f"{name}={shown(value)} is too large: give {at_most} or less.")
-        return value
-
-    return Reader(read, kind=int, unit=what.removeprefix("of "))
-
-
-def number(*, above: float = -math.inf, at_least: float = -math.inf, at_most: float = math.inf) -> Reader:
-    """A finite number in that range."""
-    bounds = [
-        f"{word} {bound:g}"
-        for word, bound in (("above", above), ("at least", at_least), ("at most", at_most))
-        if math.isfinite(bound)
-    ]
-
-    def read(name: str, value: Any) -> float:
-        good = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not good or not abs(value) <= 1e300 or not above < value or not at_least <= value <= at_most:
-            raise OffloadConfigError(f"{name}={shown(value)} is not a number{bounds and ' '}{' and '.join(bounds)}.")
-        return float(value) if isinstance(value, float) else value
-
-    return Reader(read, kind=float)
+    kind = "string" if isinstance(allowed[0], str) else "integer"
+    return Reader(read, {"type": [kind, "boolean"] if on_off else kind, "enum": list(allowed)})
 
 
 def size(*, at_least: int = 0) -> Reader:
@@ -252,7 +88,7 @@ def size(*, at_least: int = 0) -> Reader:
             raise OffloadConfigError(f"{name}={shown(value)} is too small: give {at_least} or more, or leave it out.")
         return found
 
-    return Reader(read, ALWAYS, unit="bytes")
+    return Reader(read, {"type": ["string", "integer"], "minimum": at_least, "unit": "bytes"})
 
 
 def names(what: str, *, alone: Iterable[str] = (), or_none: bool = False) -> Reader:
@@ -269,7 +105,20 @@ def names(what: str, *, alone: Iterable[str] = (), or_none: bool = False) -> Rea
             raise OffloadConfigError(f"{name}={shown(value)} is not a list of {what}{said}.")
         return tuple(_checked_text(name, part) for part in found)
 
-    return Reader(read, SCALAR)
+    return Reader(read, {"type": ["string", "array"], "items": {"type": "string"}})
+
+
+def path_text() -> Reader:
+    """A path, as text."""
+
+    def read(name: str, value: Any) -> str:
+        found = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if not isinstance(found, str) or not found:
+            raise OffloadConfigError(f"{name}={shown(value)} is not text.")
+        expand(name, found)
+        return found
+
+    return Reader(read, {"type": "string", "format": "path"})
 
 
 def patterns() -> Reader:
@@ -283,18 +132,7 @@ def patterns() -> Reader:
             expand(name, part)
         return tuple(_checked_text(name, part) for part in parts)
 
-    return Reader(read, SCALAR)
-
-
-def path_text() -> Reader:
-    """A path, as text."""
-
-    def read(name: str, value: Any) -> str:
-        found: str = text()(name, os.fspath(value) if isinstance(value, os.PathLike) else value)
-        expand(name, found)
-        return found
-
-    return Reader(read, ALWAYS)
+    return Reader(read, {"type": ["string", "array"], "items": {"type": "string"}})
 
 
 def folders() -> Reader:
@@ -311,7 +149,7 @@ def folders() -> Reader:
             raise OffloadConfigError(f"{name}={shown(', '.join(map(str, paths)))} names the same path twice.")
         return paths
 
-    return Reader(read, SCALAR, splits=True)
+    return Reader(read, {"type": ["string", "array"], "items": {"type": "string"}, "format": "paths"})
 
 
 def mapping(what: str) -> Reader:
@@ -322,7 +160,7 @@ def mapping(what: str) -> Reader:
             raise OffloadConfigError(f"{name}={shown(value)} is not a mapping{what and ' '}{what}.")
         return value
 
-    return Reader(read)
+    return Reader(read, {"type": "object"})
 
 
 def section(cls: type[Any], what: str = "", *, short: str | None = None) -> Reader:
@@ -334,9 +172,16 @@ def section(cls: type[Any], what: str = "", *, short: str | None = None) -> Read
         values = {short: value} if short is not None and isinstance(value, str) else value
         if not isinstance(values, Mapping):
             raise OffloadConfigError(f"{name}={shown(value)} is not a mapping{what and ' '}{what}.")
-        return from_mapping(cls, values, name)
+        return from_mapping(cls, values, name, in_section(name))
 
-    return Reader(read, SCALAR if short is not None else NEVER)
+    return Reader(read, {"type": ["string", "object"] if short is not None else "object"}, cls)
+
+
+def section_class(cls: Any, field: str) -> type[Any] | None:
+    """The settings class of a field that is a mapping; None of any other."""
+    declared = cls.__pydantic_fields__.get(field)
+    readers = [one for one in (declared.metadata if declared is not None else ()) if isinstance(one, Reader)]
+    return readers[0].section if readers else None
 
 
 def items(value: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The one reader and the one writer of YAML: version 1.2, core schema, one document, within bounds.
+"""The one reader and the one writer of YAML: version 1.2, core schema, one document, no aliases.
 
 PyYAML follows YAML 1.1, where ``no`` is false, ``010`` is 8, ``1:30`` is 90, ``5e-4`` is text and ``2001-01-01`` a date. Its
 safe loader is kept, with the core schema in place of its own resolvers and constructors.
@@ -16,8 +16,6 @@ from hf_offload.settings.shown import LONGEST, cropped, shown
 
 DEEPEST = 50
 """Most levels of lists and mappings."""
-MOST_NODES = 100_000
-"""Most values, with those that aliases repeat: a few lines of nested anchors stand for billions."""
 
 _TAG = "tag:yaml.org,2002:"
 _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
@@ -103,14 +101,10 @@ class _Loader(yaml.SafeLoader):
         self._depth += 1
         if self._depth > DEEPEST:
             raise _problem(f"more than {DEEPEST} levels of lists and mappings", self.peek_event())
+        if self.check_event(yaml.AliasEvent):  # a few lines of them stand for billions of values
+            raise _problem("an alias: write out what it stands for, or name a layer under base:", self.peek_event())
         node = super().compose_node(parent, index)
         self._depth -= 1
-        return node
-
-    def get_single_node(self) -> Any:
-        node = super().get_single_node()
-        if node is not None:
-            _check_extent(node)
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -129,28 +123,6 @@ class _Loader(yaml.SafeLoader):
 
 def _problem(message: str, place: Any) -> yaml.constructor.ConstructorError:
     return yaml.constructor.ConstructorError(None, None, message, place.start_mark)
-
-
-def _check_extent(root: Any) -> None:
-    """Refuse a document that holds itself, or too much once its aliases are written out."""
-    sizes: dict[int, int] = {}
-
-    def extent(node: Any) -> int:
-        if id(node) in sizes:
-            if not sizes[id(node)]:
-                raise _problem("a value holds itself", node)
-            return sizes[id(node)]
-        sizes[id(node)] = 0
-        parts: list[Any] = [] if isinstance(node, yaml.ScalarNode) else node.value
-        if isinstance(node, yaml.MappingNode):
-            parts = [part for pair in node.value for part in pair]
-        size = 1 + sum(map(extent, parts))
-        if size > MOST_NODES:
-            raise _problem(f"more than {MOST_NODES} values, once its aliases are written out", node)
-        sizes[id(node)] = size
-        return size
-
-    extent(root)
 
 
 def _scalar(loader: Any, node: Any, pattern: re.Pattern[str], kind: str) -> str:
@@ -187,7 +159,10 @@ def _undefined(_loader: Any, node: Any) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.1 or 1.2 takes for something else."""
+    """Quotes text that YAML 1.1 or 1.2 takes for something else, and writes out what is shared."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         return super().increase_indent(flow, False)

@@ -50,6 +50,11 @@ class Shadow:
             inner.param_groups = []
             inner.state = collections.defaultdict(dict)
 
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """Those after the last step."""
+        return attributes_of(self._optimizer)
+
     def loaded(self, parameter: Tensor, options: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """``state`` as the class's own ``load_state_dict`` makes it: cast and moved to where the parameter needs it."""
         inner = self._optimizer

@@ -9,7 +9,7 @@ import torch
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.evaluation import LOSS, METRICS, Generation
-from hf_offload.settings.library_source import reporters
+from hf_offload.settings.load import choose
 from hf_offload.settings.recipes import Recipe
 from hf_offload.settings.shown import LONGEST, cropped
 from hf_offload.training.metrics import needs_generation
@@ -72,11 +72,15 @@ def _with_present_names(values: dict[str, Any], make: type["TrainingArguments"])
 
 
 def _check_reporters(arguments: "TrainingArguments") -> None:
-    from transformers.integrations.integration_utils import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
 
     installed = get_available_reporting_integrations()
     for name in arguments.report_to or ():
-        if name in reporters() and name not in installed and name != "flyte":  # which is not looked for
+        choose("training.report_to", name, ("none", *INTEGRATION_TO_CALLBACK))
+        if name not in ("none", *installed, "flyte", "hf_offload"):  # which are not looked for
             raise OffloadConfigError(f"training.report_to: {name} is not installed: install it, or set none.")
 
 

@@ -23,8 +23,9 @@ from benchmarks.large.command import rows_of
 from hf_offload.cli.main import app
 from hf_offload.cli.plan import PlanGroup
 from hf_offload.integrations.launch import find_config
-from hf_offload.settings.environment import DISABLE_VARIABLE, FIELDS, variable
+from hf_offload.settings.environment import DISABLE_VARIABLE, variable
 from hf_offload.settings.recipes import read_recipe
+from hf_offload.settings.schema import FIELDS
 from tests.helpers.loaded_processes import run_python
 
 ROOT = Path(__file__).parents[2]

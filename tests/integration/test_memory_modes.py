@@ -346,7 +346,7 @@ def test_state_of_its_optimizer_leaves_memory_and_changes_no_bit(mode, settings,
         ("none", {"rank": 4}, "memory_mode is 'none'"),
         ("lisa", {"blocks_active": 0}, "blocks_active=0"),
         ("lisa", {"inactive_state": "disk"}, "choose one of drop, keep"),
-        ("lora", {"dropout": 1.0}, "not a probability"),
+        ("lora", {"dropout": 1.0}, "dropout=1.0 is too large: give less than 1"),
     ],
 )
 def test_wrong_settings(mode, settings, part, tmp_path):

@@ -1,13 +1,13 @@
 """A memory mode of one class and one line of the registry: every surface knows it."""
 
-import dataclasses
 import inspect
 import json
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from pydantic import Field
 from torch import nn
 from transformers import Trainer
 from typer.testing import CliRunner
@@ -16,22 +16,23 @@ from hf_offload import OffloadConfigError, OffloadTrainingArguments
 from hf_offload.cli.main import app
 from hf_offload.memory_modes.protocol import MemoryMode, trained_parameters
 from hf_offload.optimizers.param_groups import WeightDecay, decay_groups
+from hf_offload.settings.classes import settings
 from hf_offload.settings.memory_modes import MODES, Entry
-from hf_offload.settings.values import number, setting
+from hf_offload.settings.values import Number
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
 from tests.integration.test_modes_without_the_trainer import environment, plain_loop, plugin
 
 SMALL_GPT2 = ["model.config.n_layer=2", "model.config.n_embd=64", "model.config.n_head=2"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class Momentum(MemoryMode):
     """SGD with momentum."""
 
     alters_step: ClassVar[bool] = False
     card_library: ClassVar[str] = "momentum-library"
 
-    momentum: float = setting(0.9, number(at_least=0, at_most=1))
+    momentum: Annotated[Number, Field(ge=0, le=1)] = 0.9
 
     def optimizer(self, model: nn.Module, *, weight_decay: WeightDecay, **adam: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(decay_groups(model, weight_decay), lr=adam["lr"], momentum=self.momentum)
@@ -84,14 +85,14 @@ def test_it_is_short():
 
 
 def test_errors_name_it():
-    for name, settings, part in (
+    for name, given, part in (
         ("momentu", None, "Did you mean 'momentum'"),
-        ("momentum", {"momentum": 2}, "memory_mode='momentum': momentum=2 is not a number"),
+        ("momentum", {"momentum": 2}, "memory_mode='momentum': momentum=2 is too large: give 1 or less"),
         ("lora", {"momentum": 0.5}, "it is one of momentum, slow_momentum"),
         ("none", {"momentum": 0.5}, "mezo, momentum, slow_momentum"),
     ):
         with pytest.raises(OffloadConfigError, match=part):
-            OffloadTrainingArguments("unused", memory_mode=name, memory_mode_kwargs=settings)
+            OffloadTrainingArguments("unused", memory_mode=name, memory_mode_kwargs=given)
 
 
 def test_it_is_planned(tmp_path):

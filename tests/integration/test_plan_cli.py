@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from hf_offload.cli.main import app
 from hf_offload.forecast.options import PLANNED
+from hf_offload.settings.classes import help_of
 from hf_offload.settings.schema import OffloadConfig
-from hf_offload.settings.values import help_of
 from tests.helpers.activation_heavy_models import CONFIGS, build
 
 SMALL = [

@@ -123,7 +123,7 @@ def test_errors_in_meta_come_at_once_with_the_nearest_names(tiny):
         assert part in result.stderr
     tiny.write_text(TINY.replace("machine: {gpu: 1GiB, tflops: 1}", "launch: {overrides: memory=null}"))
     stderr = run("validate", tiny).stderr
-    assert "meta.launch has no config_file" in stderr
+    assert "meta.launch.config_file is missing" in stderr
     assert "meta.launch.overrides='memory=null' is not a list of overrides" in stderr
 
 

@@ -342,7 +342,7 @@ def test_a_ratio_of_one_converts_nothing():
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
-        ({"ratio": 0}, "ratio=0 is not a number above 0 and at most 1"),
+        ({"ratio": 0}, "ratio=0 is too small: give more than 0"),
         ({"ratio": 1.5}, "ratio=1.5"),
         ({"estimator": "wta"}, "Did you mean 'wta-crs'"),
         ({"min_rows": 0}, "min_rows=0"),

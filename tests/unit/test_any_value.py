@@ -21,13 +21,14 @@ from hf_offload import (
 )
 from hf_offload.integrations.arguments import OffloadArguments
 from hf_offload.integrations.launch import SECTION, take_section
-from hf_offload.settings.environment import ALLOCATOR_VARIABLE, FIELDS, PREFIX, SWITCHES, variable
+from hf_offload.settings.environment import ALLOCATOR_VARIABLE, PREFIX, SWITCHES, variable
 from hf_offload.settings.evaluation import EvaluationRecipe, Generation
-from hf_offload.settings.library_source import training_fields
 from hf_offload.settings.memory_modes import MODES, memory_mode
 from hf_offload.settings.recipe_data import DataRecipe, HubData
 from hf_offload.settings.recipe_model import ModelRecipe, ModelShape
+from hf_offload.settings.recipe_training import training_fields
 from hf_offload.settings.recipes import load_recipe
+from hf_offload.settings.schema import FIELDS
 from hf_offload.settings.yaml_text import dump_yaml, parse_yaml
 
 RECIPE = """

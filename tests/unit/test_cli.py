@@ -200,9 +200,8 @@ def test_a_hub_that_does_not_answer_is_asked_once():
 
 WRONG_SETTINGS = [
     ["train", "gpt/demo", "training.learning_rat=3"],
-    ["train", "gpt/demo", "training.per_device_train_batch_size=0"],
-    ["train", "gpt/demo", "model.config.n_layre=3", "offload.tier=sdd"],
-    ["train", "gpt/demo", "model.architecture=gpt22"],
+    ["train", "gpt/demo", "data.sequence_lenght=3", "offload.tier=sdd"],
+    ["train", "gpt/demo", "model.task=gpt22"],
     ["train", "gpt/dmeo"],
     ["plan", "gpt/demo", "offload.tier=sdd"],
     ["bench", "steps", "gpt2-small", "model.dtype=float8"],

@@ -10,8 +10,7 @@ from hf_offload.parents import parent_variables
 from hf_offload.settings.environment import (
     ALLOCATOR_VARIABLE,
     ALLOCATORS,
-    FIELDS,
-    READERS,
+    FORMS,
     check_variables,
     is_on,
     settings_from,
@@ -19,6 +18,7 @@ from hf_offload.settings.environment import (
     variables_for,
 )
 from hf_offload.settings.recipes import read_recipe
+from hf_offload.settings.schema import FIELDS
 
 LIKELY = [
     "/a b", ["mlp", "h.0.mlp"], ["norms", "dropout"], {"ratio": 0.3, "targets": ["mlp", "q_proj"]}, {"rank": 4}, "lora",
@@ -38,9 +38,9 @@ NEEDED = {
 
 def example_of(field, others):
     """A value of ``field`` that is none of its default."""
-    reader, default = READERS[field], getattr(OffloadConfig(**others), field)
-    known = reader.choices or ("4MiB",) * (reader.unit == "bytes") or {int: (2, 1), float: (0.5,), bool: (not default,)}
-    for value in known.get(reader.kind, LIKELY) if isinstance(known, dict) else known:
+    form, default = FORMS[field], getattr(OffloadConfig(**others), field)
+    known = form.choices or ("4MiB",) * (form.unit == "bytes") or {int: (2, 1), float: (0.5,), bool: (not default,)}
+    for value in known.get(form.kind, LIKELY) if isinstance(known, dict) else known:
         with contextlib.suppress(OffloadConfigError):
             if getattr(OffloadConfig(**others | {field: value}), field) != default:
                 return value

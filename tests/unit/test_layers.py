@@ -4,9 +4,8 @@ import pytest
 
 from hf_offload import OffloadConfig, OffloadConfigError
 from hf_offload.settings.layers import read_layers
-from hf_offload.settings.overrides import apply_override
 from hf_offload.settings.recipe_files import find_recipe, layer_names, recipe_names
-from hf_offload.settings.recipes import load_recipe
+from hf_offload.settings.recipes import apply_override, load_recipe
 from hf_offload.settings.shown import listed
 from hf_offload.settings.yaml_text import dump_yaml, parse_yaml
 

@@ -11,8 +11,7 @@ from hf_offload import OffloadConfigError
 from hf_offload.bench.steps import plan_steps
 from hf_offload.bench.strategies import parse_strategies
 from hf_offload.cli.main import app
-from hf_offload.settings.overrides import apply_override, text_override
-from hf_offload.settings.recipes import read_recipe
+from hf_offload.settings.recipes import apply_override, read_recipe, text_override
 
 TEXTS = [
     "2024",

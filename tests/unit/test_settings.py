@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadTrainingArguments
-from hf_offload.settings.environment import READERS
-from hf_offload.settings.load import choose, collect_errors, from_mapping, nearest
+from hf_offload.settings.classes import from_mapping
+from hf_offload.settings.environment import FORMS
+from hf_offload.settings.load import choose, collect_errors, nearest
 from hf_offload.settings.schema import DRIVE_SETTINGS
 from hf_offload.settings.sizes import format_bytes, parse_bytes
 from hf_offload.storage.opening import drives_for
@@ -181,7 +182,7 @@ def test_nearest_name():
 
 @pytest.mark.parametrize("name", sorted(set(DRIVE_SETTINGS) - {"on_disk_write_limit"}))
 def test_what_is_for_files_is_refused_with_the_ram_tier(name):
-    value = 1 if READERS[name].kind is int else "1GiB"
+    value = 1 if FORMS[name].kind is int else "1GiB"
     with pytest.raises(OffloadConfigError, match=f"{name} given, but tier='ram'"):
         OffloadConfig(tier="ram", **{name: value})
 

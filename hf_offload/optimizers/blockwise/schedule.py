@@ -3,16 +3,18 @@
 import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.blockwise.freezing import is_waiting
+from hf_offload.settings.classes import counted, settings
 from hf_offload.settings.load import choose, collect_errors, nearest
 from hf_offload.settings.shown import shown
-from hf_offload.settings.values import Reader, flag, items, one_of, read_fields, setting, whole
+from hf_offload.settings.values import Flag, Reader, Whole, items, one_of
 from hf_offload.structure.units import find_blocks
 
 HALF = (torch.float16, torch.bfloat16)
@@ -34,7 +36,7 @@ def _order(name: str, value: Any) -> str | tuple[str, ...]:
     return names
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class BlockwiseConfig:
     """Only a few of a model's repeated blocks train at a time; the others are frozen, and have neither gradients nor state.
 
@@ -55,17 +57,15 @@ class BlockwiseConfig:
             model is on an accelerator in the RAM of the host. It is part of each checkpoint then.
     """
 
-    blocks_active: int = setting(1, whole(1, "of blocks"))
-    switch_every: int = setting(100, whole(1, "of steps"))
-    order: str | Sequence[str] = setting("random", Reader(_order))
-    outside: str = setting("always", one_of(OUTSIDE))
-    seed: int = setting(0, whole(-(2**63)))
-    master_weights: bool = setting(True, flag())
-    inactive_state: str = setting("drop", one_of(INACTIVE_STATE))
-
-    def __post_init__(self) -> None:
-        with read_fields(self, "settings of block-wise training"):
-            pass
+    blocks_active: Annotated[Whole, counted("blocks", ge=1)] = 1
+    switch_every: Annotated[Whole, counted("steps", ge=1)] = 100
+    order: Annotated[
+        str | Sequence[str], Reader(_order, {"type": ["string", "array"], "items": {"type": "string"}})
+    ] = "random"
+    outside: Annotated[str, one_of(OUTSIDE)] = "always"
+    seed: Annotated[Whole, Field(ge=-(2**63))] = 0
+    master_weights: Flag = True
+    inactive_state: Annotated[str, one_of(INACTIVE_STATE)] = "drop"
 
     @classmethod
     def lisa(cls, *, blocks_active: int = 2, switch_every: int = 20, seed: int = 0) -> "BlockwiseConfig":

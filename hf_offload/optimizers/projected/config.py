@@ -1,12 +1,13 @@
 """Settings of GaLore, APOLLO and FRUGAL: one frozen dataclass each, whose errors are raised together."""
 
-import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import Field, model_validator
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.load import choose
-from hf_offload.settings.values import FieldCheck, Reader, flag, number, one_of, optional, read_fields, setting, whole
+from hf_offload.settings.classes import settings
+from hf_offload.settings.values import Flag, Number, Whole, one_of
 
 PROJ_TYPES = ("std", "reverse_std", "left", "right", "full")
 SVDS = ("randomized", "exact")
@@ -18,13 +19,8 @@ FRUGAL_PROJECTIONS = ("blocks", "columns", "random-k", "random", "svd")
 BLOCK_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
-def _block_size(name: str, value: Any) -> int:
-    choose(name, value, BLOCK_SIZES)
-    return int(value)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProjectedConfig(abc.ABC):
+@settings(frozen=True, kw_only=True)
+class ProjectedConfig:
     """What all methods share.
 
     Args:
@@ -47,29 +43,21 @@ class ProjectedConfig(abc.ABC):
 
     name: ClassVar[str] = ""
 
-    update_proj_gap: int = setting(200, whole(1))
-    stagger: bool = setting(True, flag())
-    on_refresh: str = setting("keep", one_of(ON_REFRESH))
-    seed: int = setting(0, whole(0))
-    state_dtype: str | None = setting(None, one_of(DTYPES))
-    plain_state_dtype: str | None = setting(None, one_of(DTYPES))
-    projector_dtype: str | None = setting(None, one_of(DTYPES))
-    block_size: int = setting(256, Reader(_block_size))
-
-    def __post_init__(self) -> None:
-        with read_fields(self, f"settings of {self.name}") as check:
-            self._check_more(check)
-
-    @abc.abstractmethod
-    def _check_more(self, check: FieldCheck) -> None:
-        """What one method has to check of several settings together."""
+    update_proj_gap: Annotated[Whole, Field(ge=1)] = 200
+    stagger: Flag = True
+    on_refresh: Annotated[str, one_of(ON_REFRESH)] = "keep"
+    seed: Annotated[Whole, Field(ge=0)] = 0
+    state_dtype: Annotated[str | None, one_of(DTYPES)] = None
+    plain_state_dtype: Annotated[str | None, one_of(DTYPES)] = None
+    projector_dtype: Annotated[str | None, one_of(DTYPES)] = None
+    block_size: Annotated[int, one_of(BLOCK_SIZES)] = 256
 
     def as_dict(self) -> dict[str, Any]:
         """Name and settings as plain values: what a state dict holds, so that a wrong one is refused."""
         return {"name": self.name, **dataclasses.asdict(self)}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class GaLoreConfig(ProjectedConfig):
     """Adam on the gradient's part in the space of its leading singular vectors (Zhao et al., ICML 2024, arXiv 2403.03507).
 
@@ -85,10 +73,10 @@ class GaLoreConfig(ProjectedConfig):
 
     name: ClassVar[str] = "galore"
 
-    rank: int = setting(128, whole(1))
-    scale: float = setting(0.25, number(at_least=0))
-    proj_type: str = setting("std", one_of(PROJ_TYPES))
-    svd: str = setting("randomized", one_of(SVDS))
+    rank: Annotated[Whole, Field(ge=1)] = 128
+    scale: Annotated[Number, Field(ge=0)] = 0.25
+    proj_type: Annotated[str, one_of(PROJ_TYPES)] = "std"
+    svd: Annotated[str, one_of(SVDS)] = "randomized"
 
     @classmethod
     def eight_bit(cls, **settings: Any) -> "GaLoreConfig":
@@ -96,11 +84,8 @@ class GaLoreConfig(ProjectedConfig):
         kept = dict.fromkeys(("state_dtype", "plain_state_dtype", "projector_dtype"), "8bit")
         return cls(**{**kept, **settings})
 
-    def _check_more(self, check: FieldCheck) -> None:
-        pass
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class ApolloConfig(ProjectedConfig):
     """The gradient itself, each channel as long as Adam would make it in a small random space (Zhu et al., MLSys 2025,
     arXiv 2412.05270): no SVD, and of the projection only the seed is kept.
@@ -118,25 +103,26 @@ class ApolloConfig(ProjectedConfig):
 
     name: ClassVar[str] = "apollo"
 
-    rank: int = setting(256, whole(1))
-    scale: float = setting(1.0, number(at_least=0))
-    scale_by: str = setting("channel", one_of(("channel", "tensor")))
-    norm_growth_limit: float | None = setting(1.01, optional(number(at_least=1)))
+    rank: Annotated[Whole, Field(ge=1)] = 256
+    scale: Annotated[Number, Field(ge=0)] = 1.0
+    scale_by: Annotated[str, one_of(("channel", "tensor"))] = "channel"
+    norm_growth_limit: Annotated[Number | None, Field(ge=1)] = 1.01
 
     @classmethod
     def mini(cls, **settings: Any) -> "ApolloConfig":
         """APOLLO-Mini: rank 1, one factor for the whole tensor, and the paper's scale for it, the root of 128."""
         return cls(**{"rank": 1, "scale": 128**0.5, "scale_by": "tensor", **settings})
 
-    def _check_more(self, check: FieldCheck) -> None:
-        with check:
-            if self.on_refresh == "project":
-                raise OffloadConfigError(
-                    "on_refresh='project' needs an orthonormal basis, and APOLLO's is not: keep or reset."
-                )
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.on_refresh == "project":
+            raise OffloadConfigError(
+                "on_refresh='project' needs an orthonormal basis, and APOLLO's is not: keep or reset."
+            )
+        return self
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class FrugalConfig(ProjectedConfig):
     """Adam on a part of the gradient, and a step without state on the rest (Zmushko et al., ICML 2025, arXiv 2411.07837).
 
@@ -155,18 +141,18 @@ class FrugalConfig(ProjectedConfig):
 
     name: ClassVar[str] = "frugal"
 
-    on_refresh: str = setting("reset", one_of(ON_REFRESH))
-    density: float = setting(0.25, number(at_least=0, at_most=1))
-    projection: str = setting("blocks", one_of(FRUGAL_PROJECTIONS))
-    free_rule: str = setting("sign", one_of(("sign", "sgd")))
-    free_scale: float = setting(1.0, number(at_least=0))
-    svd: str = setting("randomized", one_of(SVDS))
+    on_refresh: Annotated[str, one_of(ON_REFRESH)] = "reset"
+    density: Annotated[Number, Field(ge=0, le=1)] = 0.25
+    projection: Annotated[str, one_of(FRUGAL_PROJECTIONS)] = "blocks"
+    free_rule: Annotated[str, one_of(("sign", "sgd"))] = "sign"
+    free_scale: Annotated[Number, Field(ge=0)] = 1.0
+    svd: Annotated[str, one_of(SVDS)] = "randomized"
 
-    def _check_more(self, check: FieldCheck) -> None:
-        with check:
-            good = check.good("on_refresh", "projection")
-            if good and self.on_refresh != "reset" and self.projection in ("blocks", "columns", "random-k"):
-                raise OffloadConfigError(
-                    f"on_refresh={self.on_refresh!r} has no meaning with projection={self.projection!r}: entries that "
-                    "leave take their moments with them. Set 'reset'."
-                )
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.on_refresh != "reset" and self.projection in ("blocks", "columns", "random-k"):
+            raise OffloadConfigError(
+                f"on_refresh={self.on_refresh!r} has no meaning with projection={self.projection!r}: entries that "
+                "leave take their moments with them. Set 'reset'."
+            )
+        return self

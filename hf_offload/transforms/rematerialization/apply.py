@@ -226,7 +226,7 @@ def _is_norm(module: nn.Module) -> bool:
         return True
     if kind.__module__.partition(".")[0] != "transformers" or _NAME_OF_NORM.search(kind.__name__) is None:
         return False
-    has_more = list(module.children()) or list(module.buffers())
+    has_more = bool(list(module.children())) or bool(list(module.buffers()))
     return not has_more and all(one.dim() == 1 for one in module.parameters())
 
 
