@@ -68,6 +68,7 @@ NO_DROP = model.config.resid_pdrop=0.0 model.config.embd_pdrop=0.0 model.config.
 LLAMA   = model.dtype=float32 model.config.num_hidden_layers=6 model.config.hidden_size=768 \
           model.config.num_attention_heads=12 model.config.num_key_value_heads=4 model.config.intermediate_size=2048
 PAIR    = --strategies baseline,ours:ssd
+WINDOWS = ours:ssd@32MiB,ours:ssd@64MiB,ours:ssd@96MiB,ours:ssd@160MiB,ours:ssd@256MiB
 bench-cpu: $(STAMP)  ## The tables of docs/measured.md (more than an hour); ROUNDS=1 for a look
 	$(GPT2) model.config.n_layer=6 --output runs/bench/gpt2_6l
 	$(GPT2) --output runs/bench/gpt2_12l
@@ -78,7 +79,8 @@ bench-cpu: $(STAMP)  ## The tables of docs/measured.md (more than an hour); ROUN
 	$(BIN)/hf-offload bench steps bert-base --batch 16 --sequence 128 $(SMALL) $(PAIR) --output runs/bench/bert
 	$(BIN)/hf-offload bench steps t5-base --batch 8 --sequence 128 $(SMALL) $(PAIR) --output runs/bench/t5
 	$(BIN)/hf-offload bench steps llama-1b $(LLAMA) --batch 4 --sequence 512 $(SMALL) --output runs/bench/llama
-	$(GPT2) model.config.n_layer=6 --strategies all --read-ahead 32MiB,64MiB,96MiB,160MiB,256MiB --output runs/bench/peers
+	$(GPT2) model.config.n_layer=6 --strategies all --output runs/bench/peers
+	$(GPT2) model.config.n_layer=6 --strategies baseline,$(WINDOWS) --output runs/bench/read_ahead
 	$(BIN)/python -m benchmarks budgets --rounds $(ROUNDS) --output runs/bench/budgets.json
 	$(BIN)/hf-offload bench disk
 	$(BIN)/hf-offload bench overhead

@@ -7,11 +7,14 @@ from benchmarks.allocators import allocators
 from benchmarks.budgets.command import budgets
 from benchmarks.choices import choices
 from benchmarks.large.command import large
+from benchmarks.lengths import lengths
 from benchmarks.limits import limits
 from benchmarks.loss import loss
 from benchmarks.mezo.command import mezo
 from benchmarks.mezo.sentences import mezo_sentences
 from benchmarks.modes.command import modes
+from benchmarks.orders import orders
+from benchmarks.predictions import predictions
 from benchmarks.sampling import sampling
 from benchmarks.snapshots import snapshots
 from benchmarks.solvers import solvers
@@ -31,11 +34,14 @@ for command in (
     budgets,
     choices,
     large,
+    lengths,
     limits,
     loss,
     mezo,
     mezo_sentences,
     modes,
+    orders,
+    predictions,
     sampling,
     snapshots,
     solvers,

@@ -15,8 +15,9 @@ import torch
 import typer
 from rich.markup import escape
 
-from benchmarks.console import Json, names_of, numbers_of, show_table
+from benchmarks.console import names_of, numbers_of, show_table
 from hf_offload.cli.console import clear_errors, progress_bar
+from hf_offload.cli.options import Json
 from hf_offload.errors import EXIT_INTERRUPTED, OffloadConfigError
 from hf_offload.reports.formats import json_text, markdown_table, write_texts
 from hf_offload.settings.load import choose

@@ -12,7 +12,7 @@ from hf_offload.bench.cell import CellSpec, run_cell
 from hf_offload.bench.results import file_name
 from hf_offload.bench.steps import plan_steps
 from hf_offload.bench.strategies import parse_strategies
-from hf_offload.cli.bench_steps import Shapes
+from hf_offload.cli.bench import Shape
 from hf_offload.cli.console import clear_errors, output, progress_bar, visible_log
 from hf_offload.cli.options import Overrides
 from hf_offload.errors import OffloadError
@@ -36,7 +36,7 @@ COLUMNS = ("allocator", "variables", "peak (MB)", "peak, ratio", "step (s)", "st
 
 
 def allocators(
-    shape: Shapes = "gpt/demo",
+    shape: Shape = "gpt/demo",
     overrides: Overrides = None,
     strategy: Annotated[str, typer.Option(help="What is measured, such as ours:ssd.")] = "ours:ssd",
     steps: Annotated[int, typer.Option(min=1, help="Steps of a run.")] = 5,
@@ -50,7 +50,7 @@ def allocators(
         plan = plan_steps(
             shape, overrides or [], parse_strategies(strategy, reference=False), steps=steps, output=output_dir
         )
-        (case,), (way,) = plan.cases, plan.strategies
+        case, (way,) = plan.case, plan.strategies
         peaks: dict[str, list[float]] = {name: [] for name in CANDIDATES}
         times: dict[str, list[float]] = {name: [] for name in CANDIDATES}
         with progress_bar() as progress:
@@ -60,7 +60,7 @@ def allocators(
                     progress.update(task, description=f"running round {number}, {escape(name)}")
                     base = plan.output / "cells" / file_name(f"{number}_{name}")
                     spec = CellSpec(
-                        recipe=case.recipe, overrides=plan.case_overrides(case), strategy=way.name, base=str(base)
+                        recipe=case.recipe, overrides=plan.overrides_for(case), strategy=way.name, base=str(base)
                     )
                     result = run_cell(spec, environment_with(allocator) | variables)
                     report = result.report

@@ -1,9 +1,8 @@
 """What the benchmarks' commands share: options of several values, and tables."""
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
-import typer
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
@@ -12,7 +11,6 @@ from hf_offload.cli.console import output
 from hf_offload.errors import OffloadConfigError
 
 T = TypeVar("T", int, float)
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
 def names_of(text: str) -> list[str]:

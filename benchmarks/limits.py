@@ -12,27 +12,17 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from benchmarks.console import show_table
 from hf_offload.allocator import environment_with
 from hf_offload.bench.cell import DONE, OUT_OF_MEMORY, CellSpec, require_memory_limit, run_cell
 from hf_offload.bench.results import Case, file_name
 from hf_offload.bench.steps import Plan, plan_steps
 from hf_offload.bench.strategies import Strategy, parse_strategies
-from hf_offload.cli.bench_steps import (
-    Csv,
-    DryRun,
-    MemoryLimit,
-    Shapes,
-    Strategies,
-    bench_table,
-    check_format,
-    check_recipes,
-    list_plan,
-    print_written,
-)
-from hf_offload.cli.console import clear_errors, output, progress_bar, visible_log
+from hf_offload.cli.bench import Batch, DryRun, Length, Shape, Strategies, check_recipe, list_plan
+from hf_offload.cli.console import clear_errors, progress_bar, visible_log, write, write_json
 from hf_offload.cli.options import Json, Overrides
 from hf_offload.errors import EXIT_INTERRUPTED, OffloadConfigError
-from hf_offload.reports.formats import csv_text, flat, json_text, markdown_table, write_texts
+from hf_offload.reports.formats import flat, json_text, markdown_table, write_texts
 from hf_offload.settings.load import choose
 from hf_offload.settings.outputs import check_output_folder
 from hf_offload.settings.sizes import format_bytes, parse_bytes
@@ -106,45 +96,49 @@ class _Ended(Exception):
     """A probe ended in a way that says nothing about memory."""
 
 
-def check_limits(plan: Plan, vary: str, most: int) -> None:
+def check_limits(vary: str, most: int) -> None:
     """Raise :class:`OffloadConfigError` for a search that makes no sense."""
     choose("vary", vary, VARIED)
-    if plan.memory_limit_bytes is None:
-        raise OffloadConfigError("What fits depends on the card: give --memory-limit, such as 24GiB.")
     if most < VARIED[vary]:
         raise OffloadConfigError(f"--most {most}: give {VARIED[vary]} or more.")
 
 
 def find_limits(
     plan: Plan,
+    memory_limit_bytes: int,
     vary: str,
     most: int,
     on_probe: Callable[[str], None] = lambda what: None,
     on_limit: Callable[[Limit], None] = lambda limit: None,
 ) -> tuple[list[Limit], bool]:
-    """Search for every strategy of every case of ``plan``, whose batch and sequence are where it begins.
+    """Search for every strategy of ``plan``, whose batch and sequence are where it begins.
 
     Returns what was found and whether Ctrl-C ended it. ``on_probe`` is called before each probe.
     """
-    require_memory_limit()
-    check_limits(plan, vary, most)
     limits: list[Limit] = []
-    for case in plan.cases:
-        for strategy in plan.strategies:
-            try:
-                limits.append(_find(plan, case, strategy, vary, most, on_probe))
-            except KeyboardInterrupt:
-                return limits, True
-            on_limit(limits[-1])
+    for strategy in plan.strategies:
+        try:
+            limits.append(_find(plan, memory_limit_bytes, plan.case, strategy, vary, most, on_probe))
+        except KeyboardInterrupt:
+            return limits, True
+        on_limit(limits[-1])
     return limits, False
 
 
-def _find(plan: Plan, case: Case, strategy: Strategy, vary: str, most: int, on_probe: Callable[[str], None]) -> Limit:
+def _find(
+    plan: Plan,
+    memory_limit_bytes: int,
+    case: Case,
+    strategy: Strategy,
+    vary: str,
+    most: int,
+    on_probe: Callable[[str], None],
+) -> Limit:
     limit = Limit(
         shape=case.shape,
         strategy=strategy.name,
         vary=vary,
-        memory_limit_bytes=plan.memory_limit_bytes or 0,
+        memory_limit_bytes=memory_limit_bytes,
         batch=None if vary == "batch" else case.batch,
         sequence=None if vary == "sequence" else case.sequence,
         source=strategy.source,
@@ -158,11 +152,11 @@ def _find(plan: Plan, case: Case, strategy: Strategy, vary: str, most: int, on_p
         limit.probes += 1
         spec = CellSpec(
             recipe=case.recipe,
-            overrides=(*plan.case_overrides(probed), f"training.max_steps={PROBE_STEPS}"),
+            overrides=(*plan.overrides_for(probed), f"training.max_steps={PROBE_STEPS}"),
             strategy=strategy.name,
             base=str(plan.output / "probes" / file_name(f"{probed.file_name}_{strategy.name}")),
             measure=False,
-            memory_limit_bytes=plan.memory_limit_bytes,
+            memory_limit_bytes=memory_limit_bytes,
         )
         result = run_cell(spec, environment_with(plan.allocators(strategy)[0]))
         limit.model = result.model or limit.model
@@ -189,7 +183,7 @@ def limits_dict(limits: list[Limit], plan: Plan, interrupted: bool) -> dict[str,
     """Everything, for JSON."""
     return {
         "overrides": list(plan.overrides),
-        "memory_limit_bytes": plan.memory_limit_bytes,
+        "memory_limit_bytes": limits[0].memory_limit_bytes,
         "probe_steps": PROBE_STEPS,
         "precision": f"1/{PRECISION}, or one multiple of what is varied",
         "interrupted": interrupted,
@@ -197,27 +191,22 @@ def limits_dict(limits: list[Limit], plan: Plan, interrupted: bool) -> dict[str,
     }
 
 
-def limits_title(limits: list[Limit], shape: str) -> str:
+def limits_title(limits: list[Limit]) -> str:
     """What was searched for, and in what."""
-    limit = next(limit for limit in limits if limit.shape == shape)
-    model = next((each.model for each in limits if each.shape == shape and each.model), None)
+    limit, model = limits[0], next((each.model for each in limits if each.model), None)
     what = "longest sequence" if limit.vary == "sequence" else "largest batch"
     fixed = f"batch {limit.batch}" if limit.vary == "sequence" else f"sequence {limit.sequence}"
-    return f"{shape}, {what} in {format_bytes(limit.memory_limit_bytes)}, {fixed}{f': {model}' if model else ''}"
+    return f"{limit.shape}, {what} in {format_bytes(limit.memory_limit_bytes)}, {fixed}{f': {model}' if model else ''}"
 
 
 def write_limits(limits: list[Limit], plan: Plan, interrupted: bool) -> list[Path]:
-    """Write ``limits.md``, ``limits.json`` and ``limits.csv`` into the plan's output folder; returns their paths."""
-    lines = []
-    for shape in dict.fromkeys(limit.shape for limit in limits):
-        lines += [f"# {limits_title(limits, shape)}", ""]
-        lines += [markdown_table(LIMIT_COLUMNS, [limit.texts() for limit in limits if limit.shape == shape]), ""]
+    """Write ``limits.md`` and ``limits.json`` into the plan's output folder; returns their paths."""
+    lines = [f"# {limits_title(limits)}", "", markdown_table(LIMIT_COLUMNS, [limit.texts() for limit in limits]), ""]
     if interrupted:
         lines += ["**Interrupted: only the searches that finished are shown.**", ""]
     contents = {
         "limits.md": "\n".join(lines),
         "limits.json": json_text(limits_dict(limits, plan, interrupted)),
-        "limits.csv": csv_text(limits),
     }
     return write_texts(plan.output, contents)
 
@@ -226,63 +215,59 @@ def write_limits(limits: list[Limit], plan: Plan, interrupted: bool) -> list[Pat
 
 
 def limits(
-    shapes: Shapes,
+    shape: Shape,
     overrides: Overrides = None,
     strategies: Strategies = "baseline,recompute,ours:ram",
     vary: Annotated[str, typer.Option(help="What to make larger: sequence or batch.")] = "sequence",
     most: Annotated[int, typer.Option(min=1, help="Where to stop: nothing larger is tried.")] = 131072,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Batch size, or the first to try. Default: the recipe's.")
+    batch: Batch = None,
+    sequence: Length = None,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(help="How much of the device's memory PyTorch may use, such as 24GiB, as on a smaller GPU."),
     ] = None,
-    sequence: Annotated[
-        int | None, typer.Option(min=2, help="Sequence length, or the first to try. Default: the recipe's.")
-    ] = None,
-    memory_limit: MemoryLimit = None,
     output_dir: Annotated[
         Path, typer.Option("--output", help="Folder for the tables and every probe's result.")
     ] = Path("runs/limits"),
     json: Json = False,
-    csv: Csv = False,
     dry_run: DryRun = False,
 ) -> None:
     """Find the longest sequence or the largest batch that each way can train in a given device memory (CUDA)."""
     with clear_errors(), visible_log():
-        check_recipes(shapes, overrides)
-        check_output_folder(output_dir, "--output", *(f"limits.{kind}" for kind in ("md", "json", "csv")))
-        check_format(json, csv)
+        check_recipe(shape, overrides)
+        check_output_folder(output_dir, "--output", "limits.md", "limits.json")
+        check_limits(vary, most)
+        if memory_limit is None:
+            raise OffloadConfigError("What fits depends on the card: give --memory-limit, such as 24GiB.")
+        limit_bytes = parse_bytes(memory_limit, "--memory-limit")
         plan = plan_steps(
-            shapes,
+            shape,
             overrides or [],
             parse_strategies(strategies, reference=False),
-            batches=[] if batch is None else [batch],
-            sequences=[] if sequence is None else [sequence],
+            batch=batch,
+            sequence=sequence,
             output=output_dir,
-            memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit, "--memory-limit"),
         )
         if dry_run:
-            check_limits(plan, vary, most)
-            list_plan(plan, f"{vary} up to {most}")
+            list_plan(
+                plan, f"{len(plan.strategies)} searches, {vary} up to {most}, memory limit {format_bytes(limit_bytes)}"
+            )
             return
         require_memory_limit()  # before anything is shown
         with progress_bar(counted=False) as progress:
             task = progress.add_task("starting", total=None)
             found, interrupted = find_limits(
-                plan, vary, most, lambda what: progress.update(task, description=f"probing {escape(what)}")
+                plan, limit_bytes, vary, most, lambda what: progress.update(task, description=f"probing {escape(what)}")
             )
         if not found:
             raise KeyboardInterrupt
         written = write_limits(found, plan, interrupted)
-    print_written(written, json, csv, lambda: _show_limits(found))
+    if json:
+        write_json(limits_dict(found, plan, interrupted))
+    else:
+        rows = [limit.texts() for limit in found]
+        show_table(LIMIT_COLUMNS, rows, left=("strategy", "ended"), title=limits_title(found))
+        for path in written:
+            write(f"wrote {path}")
     if interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _show_limits(found: list[Limit]) -> None:
-    for shape in dict.fromkeys(limit.shape for limit in found):
-        table = bench_table(limits_title(found, shape))
-        for column in LIMIT_COLUMNS:
-            table.add_column(column, overflow="fold")
-        for limit in found:
-            if limit.shape == shape:
-                table.add_row(*(escape(text) for text in limit.texts()))
-        output().print(table)

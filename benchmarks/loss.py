@@ -14,9 +14,10 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from benchmarks.console import Json, show_table
+from benchmarks.console import show_table
 from benchmarks.measure import now_s, peak_bytes
 from hf_offload.cli.console import clear_errors, progress_bar
+from hf_offload.cli.options import Json
 from hf_offload.errors import OffloadConfigError
 from hf_offload.planning.machine import default_device
 from hf_offload.settings.load import choose

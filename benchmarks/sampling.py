@@ -14,8 +14,9 @@ import typer
 from rich.markup import escape
 from transformers.utils import logging as transformers_log
 
-from benchmarks.console import Json, show_table
+from benchmarks.console import show_table
 from hf_offload.cli.console import clear_errors, output, progress_bar
+from hf_offload.cli.options import Json
 from hf_offload.forecast.workload import count_workload
 from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.plan.footprint import Footprint

@@ -14,9 +14,10 @@ import typer
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.cells import digest_of, random_gpt2
-from benchmarks.console import Json, names_of, show_table
+from benchmarks.console import names_of, show_table
 from hf_offload import OffloadTrainingArguments
 from hf_offload.cli.console import clear_errors, output
+from hf_offload.cli.options import Json
 from hf_offload.integrations.extended_trainer import snapshots_of_training
 from hf_offload.settings.load import choose
 

@@ -7,16 +7,18 @@ from typing import Any
 
 import typer
 
-from hf_offload.cli.main import app
+from hf_offload.cli.main import EXIT_STATUS, app
 
 PAGE = Path(__file__).with_name("command_line.md")
-OPENING = """# Command line
+OPENING = f"""# Command line
 
 This page lists every command of `hf-offload` with its arguments and options. It is generated from the commands by
 `make api`; edits by hand are lost. The option `--help` of each command prints the same in a terminal.
 
-Sizes are numbers of bytes or text such as `20GiB`. The exit status is 0 after success, 2 if settings or arguments are
-refused (nothing was begun), 1 after an error on the way or where a check did not pass, and 130 after Ctrl-C.
+Sizes are numbers of bytes or text such as `20GiB`. [Settings](settings.md) says more about the options that are
+settings of a run.
+
+{EXIT_STATUS}
 
 `hf-offload --install-completion` sets up the completion of commands and options with the Tab key, in bash, zsh, fish and
 PowerShell; `--show-completion` prints the script instead.

@@ -101,22 +101,22 @@ facts 45 check doctor --check --json --directory "$there"
 facts 10 overhead bench overhead --json
 
 # Short sequences first: should time run out, what is left out is one slow cell.
-bench 140 hf_offload bench steps $MODEL --batch 1 --sequence 2048,8192 --steps 5 \
-    --strategies "$STRATEGIES" --output "$WORK/steps"
+for length in 2048 8192; do
+    bench 70 hf_offload bench steps $MODEL --batch 1 --sequence $length --steps 5 \
+        --strategies "$STRATEGIES" --output "$WORK/steps_$length"
+done
 bench 90 hf_offload bench steps $MODEL --batch 1 --sequence 32768 --steps 3 \
     --strategies "$LONG_STRATEGIES" --output "$WORK/steps_long"
 for limit in 24GB 48GB; do
     bench 42 benchmarks limits $MODEL $SMALL_HEAD --vary sequence --sequence 16384 --most 131072 \
         --strategies baseline,recompute,ours:ram --memory-limit $limit --output "$WORK/limits_$limit"
 done
-bench 31 hf_offload bench steps $MODEL --batch 1 --sequence 2048 --steps 3 \
-    --strategies baseline,ours:ssd --trace --output "$WORK/trace"
 
 [[ $DRY ]] && exit $failed
 
 command -v nvidia-smi > /dev/null && nvidia-smi > "$RESULTS/nvidia-smi.txt"
-for run in steps steps_long limits_24GB limits_48GB trace; do
-    for file in "$WORK/$run"/*.{md,json,csv,png} "$WORK/$run"/traces/*ours_ssd*.json.gz; do
+for run in steps_2048 steps_8192 steps_long limits_24GB limits_48GB; do
+    for file in "$WORK/$run"/*.{md,json,png}; do
         [[ -f $file ]] && cp "$file" "$RESULTS/${run}_$(basename "$file")"
     done
 done

@@ -23,7 +23,7 @@ with tempfile.TemporaryDirectory() as output:
         logging_steps=1,
         save_strategy="no",
         dataloader_pin_memory=torch.accelerator.is_available(),
-        memory_mode="galore",  # or apollo, frugal, lisa, badam, lora, ...: `hf-offload plan modes MODEL` compares them
+        memory_mode="galore",  # or apollo, frugal, lisa, lora, ...: `hf-offload plan MODEL --modes` compares them
         memory_mode_kwargs={"rank": 8},  # yours: 128 and more; a quarter of the width is usual
         offload="ssd",
         offload_directory=output,  # yours: a folder on the SSD

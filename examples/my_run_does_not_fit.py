@@ -133,7 +133,7 @@ print(f"offloading changed the loss: {measured['ssd'][2] != measured['baseline']
 # %% [markdown]
 # ## 4. If weights and optimizer state are too large
 #
-# Then train less at a time: adapters, or an optimizer with a small state. `hf-offload plan modes FOLDER` in a shell.
+# Then train less at a time: adapters, or an optimizer with a small state: `hf-offload plan FOLDER --modes`.
 
 # %%
 comparison = compare_modes(workload, hardware, ["none", "lora", "apollo_mini", "lisa"], budget_bytes=budget)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     )
     from hf_offload.integrations.trainer import OffloadCallback
     from hf_offload.pretrained.load import create_from_config, load_pretrained
-    from hf_offload.reports.run_page import ReportCallback, write_report
     from hf_offload.session import OffloadSession, attach, offload_activations
     from hf_offload.settings.elementwise import RecomputeElementwiseConfig
     from hf_offload.settings.memory_modes import memory_mode
@@ -40,7 +39,6 @@ _HOMES = {
     "OffloadSeq2SeqTrainingArguments": "hf_offload.integrations.arguments",
     "OffloadSession": "hf_offload.session",
     "OffloadTrainingArguments": "hf_offload.integrations.arguments",
-    "ReportCallback": "hf_offload.reports.run_page",
     "SampledLinearConfig": "hf_offload.settings.sampling",
     "attach": "hf_offload.session",
     "create_from_config": "hf_offload.pretrained.load",
@@ -48,7 +46,6 @@ _HOMES = {
     "measure_errors": "hf_offload.transforms.sampling.diagnostics",
     "memory_mode": "hf_offload.settings.memory_modes",
     "offload_activations": "hf_offload.session",
-    "write_report": "hf_offload.reports.run_page",
 }
 
 __all__ = [
@@ -62,7 +59,6 @@ __all__ = [
     "OffloadSession",
     "OffloadTrainingArguments",
     "RecomputeElementwiseConfig",
-    "ReportCallback",
     "SampledLinearConfig",
     "SavedTensorModifiedError",
     "StorageError",
@@ -73,7 +69,6 @@ __all__ = [
     "measure_errors",
     "memory_mode",
     "offload_activations",
-    "write_report",
 ]
 
 

@@ -31,7 +31,7 @@ make_card() {
         --output "$out"
     how="In a clone of hf_offload, with \`pip install '.[bench,metrics,accuracy]'\`, \`model_cards/make.sh DATA $model\` makes \
 all of it: it trains, compares and writes this card."
-    hf-offload card "$out.json" --output "$folder" --comparison "$out/table.json" --how "$how" "$@"
+    hf-offload card "$out.json" --output "$folder" --comparison "$out/table.json" --plot --how "$how" "$@"
     cp "$out/table.json" "$folder/comparison.json"
 }
 

@@ -19,9 +19,10 @@ from benchmarks.budgets.families import FAMILIES
 from benchmarks.budgets.meter import metered
 from benchmarks.budgets.runs import AUTO, SIMPLE, TURNS, Family, Job, first_steps
 from benchmarks.budgets.table import CAPTION, COLUMNS, PAIRED, BudgetRow, fastest, peak_of, row_of, texts
-from benchmarks.console import Json, names_of, numbers_of, show_table
+from benchmarks.console import names_of, numbers_of, show_table
 from hf_offload.allocator import environment_with
 from hf_offload.cli.console import clear_errors, messages, progress_bar
+from hf_offload.cli.options import Json
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.settings.load import choose
 from hf_offload.settings.outputs import check_output_folder

@@ -13,12 +13,13 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.console import Json, show_table
+from benchmarks.console import show_table
 from benchmarks.large.forecast import RATED_BYTES, Forecast, forecast, roofline_s
 from benchmarks.large.picture import draw_memory
 from benchmarks.large.shape import Shape
 from hf_offload.allocator import environment_with
 from hf_offload.cli.console import clear_errors, messages, output, progress_bar
+from hf_offload.cli.options import Json
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.reports.plots import require_matplotlib
 from hf_offload.settings.sizes import parse_bytes

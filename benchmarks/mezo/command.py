@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.console import Json, show_table
+from benchmarks.console import show_table
 from benchmarks.large.command import events_of
 from benchmarks.large.shape import Shape
 from hf_offload.cli.console import clear_errors, messages, output, progress_bar
+from hf_offload.cli.options import Json
 from hf_offload.errors import OffloadError
 
 _SHAPE = Shape(tokens=256, steps=3)

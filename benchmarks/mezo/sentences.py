@@ -16,8 +16,9 @@ import typer
 from torch import Tensor, nn
 
 from benchmarks.accuracy import packaged_model
-from benchmarks.console import Json, names_of, show_table
+from benchmarks.console import names_of, show_table
 from hf_offload.cli.console import clear_errors, output, progress_bar
+from hf_offload.cli.options import Json
 from hf_offload.errors import OffloadConfigError
 from hf_offload.optimizers.mezo import MeZO
 from hf_offload.settings.load import choose

@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from benchmarks.console import Json, names_of, numbers_of, show_table
+from benchmarks.console import names_of, numbers_of, show_table
 from benchmarks.curve_plots import plot_curves
 from benchmarks.modes.search import MODES, Findings, Setup, bench_modes
 from benchmarks.modes.table import COLUMNS, NOTES, SETTINGS_COLUMNS, mode_rows, settings_texts, texts
 from hf_offload.cli.console import clear_errors, messages, output, progress_bar
+from hf_offload.cli.options import Json
 from hf_offload.errors import EXIT_INTERRUPTED
 from hf_offload.reports.formats import json_text, markdown_table, write_texts
 from hf_offload.reports.plots import require_matplotlib

@@ -9,12 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.cells import Result
-from benchmarks.console import Json, names_of, numbers_of, show_table
+from benchmarks.console import names_of, numbers_of, show_table
 from benchmarks.state.cell import WARM_UP, Cell
 from benchmarks.state.peers import LIMITED, PEERS, TORCHAO_GRADIENTS
 from benchmarks.state.runs import run_round
 from benchmarks.state.ways import IN_BACKWARD, IN_MEMORY, LAZY, WAYS
 from hf_offload.cli.console import clear_errors, output, progress_bar
+from hf_offload.cli.options import Json
 from hf_offload.errors import OffloadConfigError
 from hf_offload.planning.machine import probe_machine
 from hf_offload.settings.load import choose

@@ -12,11 +12,12 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.cells import PEER_TIMEOUT_S, Result, run_cell
-from benchmarks.console import Json, names_of, show_table
+from benchmarks.console import names_of, show_table
 from benchmarks.kernel import memory_group
 from benchmarks.weights.cell import WARM_UP, Cell
 from benchmarks.weights.ways import FORWARD, FULL, IN_MEMORY, LORA, MAPPED, PEERS, SSD, TASKS, WAYS
 from hf_offload.cli.console import clear_errors, output, progress_bar
+from hf_offload.cli.options import Json
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.settings.load import choose
 

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -19,14 +18,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerState
 
 from hf_offload.bench.strategies import find_strategy
 from hf_offload.errors import OffloadConfigError
 from hf_offload.parents import bound
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.settings.text_files import write_whole
-from hf_offload.training.report import WARMUP_STEPS, ModelFacts, TrainingReport, describe_model
+from hf_offload.training.report import ModelFacts, TrainingReport, describe_model
 from hf_offload.training.run import run_recipe
 
 DONE = "done"
@@ -37,6 +35,7 @@ INTERRUPTED = "interrupted"
 
 _EXIT_CODES = {DONE: 0, INTERRUPTED: 130}
 _LONGEST_ERROR = 300
+_END_S = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,8 +49,6 @@ class CellSpec:
     measure: bool = True
     memory_limit_bytes: int | None = None
     """Of the accelerator's memory, what PyTorch may take: stands in for a smaller card."""
-    trace: str | None = None
-    """Where to put a profile of the first step after the warm-up."""
 
     @property
     def spec_path(self) -> Path:
@@ -99,16 +96,14 @@ class CellResult:
         return cls(**values)
 
 
-# --------------------------------------------------------------------------------------------------------------- parent
-
-
 def run_cell(spec: CellSpec, environment: Mapping[str, str]) -> CellResult:
     """Run ``spec`` in a process of its own and say how it ended.
 
     Ctrl-C ends the child, too, and raises ``KeyboardInterrupt``. Whatever else ends this process ends the child.
     """
-    if not find_strategy(spec.strategy).is_installed:
-        return CellResult(NOT_INSTALLED, f"{find_strategy(spec.strategy).package} is not installed")
+    strategy = find_strategy(spec.strategy)
+    if not strategy.is_installed:
+        return CellResult(NOT_INSTALLED, f"{strategy.package} is not installed")
     write_whole(spec.spec_path, json.dumps(dataclasses.asdict(spec), indent=1) + "\n")
     spec.result_path.unlink(missing_ok=True)
     command = bound([sys.executable, "-m", "hf_offload.bench.cell", str(spec.spec_path)])
@@ -117,7 +112,13 @@ def run_cell(spec: CellSpec, environment: Mapping[str, str]) -> CellResult:
         try:
             code = process.wait()
         finally:
-            _end(process)
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(timeout=_END_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
     if code == _EXIT_CODES[INTERRUPTED]:
         # A terminal sends Ctrl-C to the child as well, and the child may be faster.
         raise KeyboardInterrupt
@@ -128,21 +129,8 @@ def run_cell(spec: CellSpec, environment: Mapping[str, str]) -> CellResult:
     return CellResult(CRASHED, f"ended with code {code} and without a result; its output is in {spec.log_path}")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-# ---------------------------------------------------------------------------------------------------------------- child
-
-
 def main() -> None:
-    """Run the cell whose file is the only argument."""
+    """The child: run the cell whose file is the only argument."""
     logging.basicConfig(level=logging.INFO)
     spec = CellSpec.read(Path(sys.argv[1]))
     result = execute(spec)
@@ -161,7 +149,9 @@ def execute(spec: CellSpec) -> CellResult:
     except Exception as error:  # that of a peer is a finding
         traceback.print_exc()
         result.outcome = OUT_OF_MEMORY if is_out_of_memory(error) else CRASHED
-        result.error = one_line(error)
+        text = " ".join((str(error).strip() or "no message").splitlines()[0].split())
+        short = text if len(text) <= _LONGEST_ERROR else f"{text[: _LONGEST_ERROR - 3]}..."
+        result.error = f"{type(error).__name__}: {short}"
     return result
 
 
@@ -175,42 +165,7 @@ def _train(spec: CellSpec, result: CellResult) -> TrainingReport:
         result.model = describe_model(model)
         return contextlib.nullcontext() if strategy.around_step is None else strategy.around_step(model)
 
-    callbacks = []
-    if spec.trace is not None:
-        callbacks = [StepTrace(Path(spec.trace), after=WARMUP_STEPS)]
-    return run_recipe(
-        recipe,
-        measure=spec.measure and spec.trace is None,
-        save=False,
-        evaluate=False,
-        around_step=around_step,
-        callbacks=callbacks,
-    )
-
-
-class StepTrace(TrainerCallback):
-    """Profiles the step that follows ``after`` others and writes it to ``path``, for Chrome's trace viewer and Perfetto."""
-
-    def __init__(self, path: Path, after: int):
-        self._path = path
-        self._after = after
-        self._profile: torch.profiler.profile | None = None
-
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self._after and self._profile is None:
-            self._profile = torch.profiler.profile(activities=torch.profiler.supported_activities())
-            self._profile.start()
-
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if self._profile is None or state.global_step != self._after + 1:
-            return
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        self._profile.stop()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._path.with_name(f"{os.getpid()}.{self._path.name}")
-        self._profile.export_chrome_trace(str(unfinished))
-        unfinished.replace(self._path)
+    return run_recipe(recipe, measure=spec.measure, save=False, evaluate=False, around_step=around_step)
 
 
 def require_memory_limit() -> None:
@@ -241,13 +196,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def one_line(error: BaseException) -> str:
-    """``RuntimeError: what happened``."""
-    name = type(error).__name__
-    text = " ".join((str(error).strip() or "no message").splitlines()[0].split())
-    return f"{name}: {text if len(text) <= _LONGEST_ERROR else text[: _LONGEST_ERROR - 3] + '...'}"
 
 
 if __name__ == "__main__":

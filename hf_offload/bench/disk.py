@@ -1,9 +1,9 @@
 """The disk tier against what the drive can do: the same bytes, blocks and threads, in turns.
 
 The tier is driven as the engine drives it: through its contract, with several records of average size in flight and
-buffers that begin where tensors do, not on page boundaries. The ceiling is ``fio --direct=1``, or a plain loop of our own
-where fio is not installed. Neither side pays for the first allocation of disk blocks: a pass that is not counted has
-written everything once.
+buffers that begin where tensors do, not on page boundaries. The ceiling is what ``fio --direct=1 --ioengine=psync`` does: a
+plain loop of direct system calls in as many threads. Neither side pays for the first allocation of disk blocks: a pass that
+is not counted has written everything once.
 """
 
 import collections
@@ -12,26 +12,22 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
-import json
 import math
 import mmap
 import os
-import shutil
 import statistics
-import subprocess
 import tempfile
-import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 from hf_offload.errors import OffloadConfigError, StorageError
-from hf_offload.parents import bound
 from hf_offload.settings.sizes import format_bytes
-from hf_offload.storage.buffers import PAGE, empty_at_phase
+from hf_offload.storage.buffers import empty_at_phase
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.disk_io import DataFile
 from hf_offload.storage.file_systems import MEMORY_FILE_SYSTEMS, file_system_of, free_disk_bytes
@@ -41,6 +37,8 @@ DIRECTIONS: tuple[Direction, ...] = ("write", "read")
 
 # Attention weights of GPT-2 in float32 for 4 x 512 tokens: 4 x 12 x 512 x 512 x 4 bytes.
 RECORD_BYTES = 48 << 20
+BLOCK_BYTES = 8 << 20
+"""Of a system call."""
 # Between the engine's smallest and largest read-ahead, four and ten records.
 _RECORDS_IN_FLIGHT = 8
 # Where CPU allocators let a tensor begin.
@@ -58,27 +56,22 @@ class Workload:
     read_threads: int
 
     @classmethod
-    def of(cls, size_bytes: int, block_bytes: int) -> "Workload":
+    def of(cls, size_bytes: int) -> "Workload":
         """The largest workload of at most ``size_bytes`` that divides evenly into records, threads and blocks.
 
-        Raises :class:`~hf_offload.errors.OffloadConfigError` for sizes that cannot be used.
+        Raises :class:`~hf_offload.errors.OffloadConfigError` for too little.
         """
-        if block_bytes <= 0 or block_bytes % PAGE:
-            raise OffloadConfigError(
-                f"block={format_bytes(block_bytes)} cannot be moved by direct I/O: give a multiple of {PAGE} bytes."
-            )
         # As many threads as the tier has in a run; they are the depth of the queue.
         tier = inspect.signature(DiskTier).parameters
         threads = {kind: int(tier[f"{kind}_threads"].default) for kind in DIRECTIONS}
-        record_bytes = -(-RECORD_BYTES // block_bytes) * block_bytes
-        unit_bytes = math.lcm(record_bytes, *(count * block_bytes for count in threads.values()))
+        unit_bytes = math.lcm(RECORD_BYTES, *(count * BLOCK_BYTES for count in threads.values()))
         if size_bytes < unit_bytes:
             raise OffloadConfigError(
-                f"size={format_bytes(size_bytes)} is too little: records of {format_bytes(record_bytes)} and blocks of "
-                f"{format_bytes(block_bytes)} for {threads['read']} threads need at least {format_bytes(unit_bytes)}."
+                f"size={format_bytes(size_bytes)} is too little: records of {format_bytes(RECORD_BYTES)} and "
+                f"{threads['read']} threads need at least {format_bytes(unit_bytes)}."
             )
         size_bytes -= size_bytes % unit_bytes
-        return cls(size_bytes, block_bytes, record_bytes, threads["write"], threads["read"])
+        return cls(size_bytes, BLOCK_BYTES, RECORD_BYTES, threads["write"], threads["read"])
 
     def threads(self, direction: Direction) -> int:
         """Threads that move bytes in this direction."""
@@ -86,34 +79,36 @@ class Workload:
 
 
 @dataclasses.dataclass(frozen=True)
-class Round:
+class Rates:
     """Both sides, one right after the other; ``ratio`` is the tier's share of the ceiling."""
 
     ceiling_bytes_per_s: float
     tier_bytes_per_s: float
     ratio: float
 
+    @property
+    def bytes_per_s(self) -> tuple[float, float]:
+        """Of ceiling and tier."""
+        return self.ceiling_bytes_per_s, self.tier_bytes_per_s
+
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(Rates):
     """All rounds of one direction: medians, and the smallest and the largest ratio.
 
     ``ratio`` is the median of the rounds' own ratios: a drive's speed drifts, but little between two neighbours.
     """
 
-    rounds: tuple[Round, ...]
-    ceiling_bytes_per_s: float
-    tier_bytes_per_s: float
-    ratio: float
+    rounds: tuple[Rates, ...]
     ratio_range: tuple[float, float]
 
     @classmethod
     def of(cls, rates: Sequence[tuple[float, float]]) -> "Comparison":
         """From the bytes per second of ceiling and tier in each round."""
-        rounds = tuple(Round(ceiling, tier, tier / ceiling) for ceiling, tier in rates)
+        rounds = tuple(Rates(ceiling, tier, tier / ceiling) for ceiling, tier in rates)
         ceilings, tiers, ratios = zip(*(dataclasses.astuple(each) for each in rounds), strict=True)
         ceiling, tier, ratio = (statistics.median(values) for values in (ceilings, tiers, ratios))
-        return cls(rounds, ceiling, tier, ratio, (min(ratios), max(ratios)))
+        return cls(ceiling, tier, ratio, rounds, (min(ratios), max(ratios)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,15 +129,6 @@ class DriveReport:
         return values | values.pop("workload")
 
 
-class Side(Protocol):
-    """One of the two that are compared."""
-
-    name: str
-
-    def measure(self, direction: Direction) -> float:
-        """Move the workload once; bytes per second."""
-
-
 def check_drives(directories: Sequence[Path], workload: Workload) -> None:
     """Raise :class:`~hf_offload.errors.OffloadConfigError` for the first directory that cannot be measured."""
     for directory in directories:
@@ -157,11 +143,6 @@ def check_drives(directories: Sequence[Path], workload: Workload) -> None:
                 raise OffloadConfigError(
                     f"directory {str(directory)!r} cannot be measured past the page cache: {file.direct.reason}. Name a "
                     "directory on a local drive."
-                )
-            if workload.block_bytes % file.direct.align_bytes:
-                raise OffloadConfigError(
-                    f"block={format_bytes(workload.block_bytes)} is not a multiple of the {file.direct.align_bytes} "
-                    f"bytes that direct I/O takes at a time in {str(directory)!r}."
                 )
         free, needed = free_disk_bytes([directory]), 2 * workload.size_bytes
         if free < needed:
@@ -181,15 +162,14 @@ def compare_drive(
     """
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(_file_without_a_name(directory, workload.size_bytes))
-        loop = None if shutil.which("fio") else stack.enter_context(contextlib.closing(_PlainLoop(file, workload)))
-        ceiling: Side = loop or _Fio(file, workload)
+        ceiling = _PlainLoop(file, workload)
         tier = stack.enter_context(contextlib.closing(_TierSide(directory, workload)))
         for side in (ceiling, tier):
             on_pass(f"{side.name}, first write")
             side.measure("write")
         found: dict[Direction, list[tuple[float, float]]] = {direction: [] for direction in DIRECTIONS}
         for index in range(rounds):
-            order: list[Side] = [ceiling, tier] if index % 2 == 0 else [tier, ceiling]
+            order: list[_PlainLoop | _TierSide] = [ceiling, tier] if index % 2 == 0 else [tier, ceiling]
             for direction in DIRECTIONS:
                 rates = {}
                 for side in order:
@@ -220,105 +200,36 @@ def _file_without_a_name(directory: Path, nbytes: int) -> Iterator[int]:
         yield file.fileno()
 
 
-class _Fio:
-    """``fio``, with as many threads as the tier has, each in a part of the file of its own.
+class _PlainLoop:
+    """Threads that call ``pwritev`` or ``preadv`` with one aligned buffer each, each in a part of the file of its own.
 
-    Threads with plain system calls are what the tier does, too, and no slower than io_uring or libaio with blocks of this
-    size.
+    Nothing is closed by hand: a pool does not wait for a thread during whose start Ctrl-C came, and what such a thread still
+    uses goes with its last reference.
     """
 
-    def __init__(self, fd: int, workload: Workload):
-        self._fd = fd
-        self._workload = workload
-        version = subprocess.run(["fio", "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        self.name = version.stdout.strip() or "fio"
-
-    def measure(self, direction: Direction) -> float:
-        workload = self._workload
-        threads = workload.threads(direction)
-        part = workload.size_bytes // threads
-        command = [
-            "fio",
-            "--name=hf_offload",
-            f"--filename=/proc/self/fd/{self._fd}",
-            f"--rw={direction}",
-            "--ioengine=psync",
-            "--direct=1",
-            f"--bs={workload.block_bytes}",
-            f"--size={part}",
-            f"--offset_increment={part}",
-            f"--numjobs={threads}",
-            "--thread",  # one process, so that nothing outlives it when it is stopped
-            "--fallocate=none",
-            "--group_reporting",
-            "--output-format=json",
-        ]
-        done = subprocess.run(
-            bound(command), capture_output=True, text=True, stdin=subprocess.DEVNULL, pass_fds=(self._fd,), check=False
-        )
-        try:
-            if done.returncode:
-                raise ValueError(f"exit status {done.returncode}")
-            # Notes may come before the report.
-            report = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][direction]
-            if report["io_bytes"] != workload.size_bytes:
-                raise ValueError(f"it moved {report['io_bytes']} of {workload.size_bytes} bytes")
-            return float(report["bw_bytes"])
-        except (ValueError, LookupError) as error:
-            last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-            raise StorageError(
-                f"fio gave no result ({error}): {' '.join(last)} Without fio on the PATH a loop of our own is used."
-            ) from error
-
-
-class _PlainLoop:
-    """What fio does, where there is none: threads that call ``pwritev`` or ``preadv`` with one aligned buffer each."""
-
-    name = "own O_DIRECT loop"
+    name = "O_DIRECT loop"
 
     def __init__(self, fd: int, workload: Workload):
         self._workload = workload
-        self._state = threading.Condition()
-        self._running = 0
         self._stopped = False
         self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+        weakref.finalize(self, os.close, self._fd)
         threads = max(workload.write_threads, workload.read_threads)
         self._buffers = [mmap.mmap(-1, workload.block_bytes) for _ in range(threads)]
         for buffer in self._buffers:
             buffer.write(os.urandom(workload.block_bytes))
-
-    def close(self) -> None:
-        # A pool does not wait for a thread during whose start Ctrl-C came: parts are counted by themselves.
-        with self._state:
-            self._stopped = True
-            self._state.wait_for(lambda: not self._running)
-        os.close(self._fd)
-        for buffer in self._buffers:
-            buffer.close()
 
     def measure(self, direction: Direction) -> float:
         threads = self._workload.threads(direction)
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             start = time.perf_counter()
             try:
-                for part in [pool.submit(self._part, direction, index, threads) for index in range(threads)]:
+                for part in [pool.submit(self._move_part, direction, index, threads) for index in range(threads)]:
                     part.result()
             except BaseException:
                 self._stopped = True  # or leaving the pool would wait for all of it
                 raise
         return self._workload.size_bytes / (time.perf_counter() - start)
-
-    def _part(self, direction: Direction, index: int, threads: int) -> None:
-        with self._state:
-            if self._stopped:
-                return
-            self._running += 1
-        try:
-            self._move_part(direction, index, threads)
-        finally:
-            with self._state:
-                self._running -= 1
-                self._state.notify()
 
     def _move_part(self, direction: Direction, index: int, threads: int) -> None:
         part, block = self._workload.size_bytes // threads, self._workload.block_bytes

@@ -3,10 +3,8 @@
 The engine's own :meth:`~hf_offload.engine.hooks.Engine.pack` and :meth:`~hf_offload.engine.hooks.Engine.unpack` are called
 directly, over a tier that is done at once: an operation's forward and backward take longer, and vary more, than what is
 to be found. What autograd itself adds to call any hooks is a row of its own, measured through real operations with and
-without hooks that do nothing; a saved tensor costs both. A tier's own share is not in these figures, except for what a slot
-in RAM costs, which is a row, too. Where there is an accelerator, streams, events and copies that are queued have a row.
-
-In a large model thousands of records are alive at a time: two rows measure among as many others, and should cost no more.
+without hooks that do nothing; a saved tensor costs both. Where there is an accelerator, streams, events and copies that are
+queued have a row.
 """
 
 import contextlib
@@ -29,7 +27,6 @@ from hf_offload.storage.ram import RamTier
 from hf_offload.storage.tier import Slot, Tier, TierStats
 
 _SIDE = 64  # of square float32 tensors: large enough to be worth a record, small enough to stay in the CPU's cache
-_OTHERS = 2000  # a forward of a large model saves about as many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +55,8 @@ class Cost:
     total: Quartiles
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sample:
-    pack_s: float
-    unpack_s: float
+_Sample = tuple[float, float]
+"""Seconds for packing, and for unpacking and freeing."""
 
 
 class InstantTier(Tier):
@@ -104,12 +99,9 @@ def measure_overhead(
     kinds: dict[str, tuple[str, Callable[[int], _Sample]]] = {
         "hooks alone": ("what autograd adds for hooks that do nothing", _hooks_alone),
         "kept": ("smaller than min_bytes", _kept),
-        "parameter": ("a Parameter itself", _parameter),
         "weight": ("a view of a Parameter, as nn.Linear saves it", _weight_view),
         "offloaded": ("stored, and loaded again", _offloaded),
-        "among others": (f"offloaded while {_OTHERS} more are stored", _among_others),
         "deduplicated": ("a second view of what is stored", _deduplicated),
-        "slot in RAM": (f"reserved and freed among {_OTHERS} others, in arenas that hold one each", _slot_in_ram),
     }
     if torch.accelerator.is_available():
         kinds["from the device"] = ("stored from it in pinned RAM, and loaded again: its host's time", _from_the_device)
@@ -121,16 +113,13 @@ def measure_overhead(
             with _quiet_collector():
                 samples[name].append(measure(tensors))
         on_repetition()
-    return tuple(
-        Cost(
-            name,
-            meaning,
-            Quartiles.of([1e6 * sample.pack_s / tensors for sample in samples[name]]),
-            Quartiles.of([1e6 * sample.unpack_s / tensors for sample in samples[name]]),
-            Quartiles.of([1e6 * (sample.pack_s + sample.unpack_s) / tensors for sample in samples[name]]),
-        )
-        for name, (meaning, _) in kinds.items()
-    )
+    costs = []
+    for name, (meaning, _) in kinds.items():
+        in_us = [(1e6 * pack_s / tensors, 1e6 * unpack_s / tensors) for pack_s, unpack_s in samples[name]]
+        parts = ([pack for pack, _ in in_us], [unpack for _, unpack in in_us], [sum(one) for one in in_us])
+        pack, unpack, total = map(Quartiles.of, parts)
+        costs.append(Cost(name, meaning, pack, unpack, total))
+    return tuple(costs)
 
 
 @contextlib.contextmanager
@@ -163,14 +152,14 @@ def _activations(count: int, device: torch.device | None = None) -> list[torch.T
     return [torch.ones(_SIDE, _SIDE, device=device) for _ in range(count)]
 
 
-def _pack_and_unpack(engine: Engine, tensors: list[torch.Tensor], others: list[torch.Tensor] | None = None) -> _Sample:
+def _pack_and_unpack(engine: Engine, tensors: list[torch.Tensor], first: list[torch.Tensor] | None = None) -> _Sample:
     """Every tensor goes as soon as it is packed, as in forward, and every handle as soon as it is unpacked.
 
-    Those of ``others`` are packed before the clock runs, and live until it has stopped.
+    Those of ``first`` are packed before the clock runs, and live until it has stopped.
     """
-    alive = [engine.pack(tensor) for tensor in others or ()]
-    if others is not None:
-        others.clear()
+    alive = [engine.pack(tensor) for tensor in first or ()]
+    if first is not None:
+        first.clear()
         engine.operation_ended()  # else they were stored while the clock runs
     handles: list[Any] = []
     start = time.perf_counter()
@@ -182,16 +171,11 @@ def _pack_and_unpack(engine: Engine, tensors: list[torch.Tensor], others: list[t
     unpacked = time.perf_counter()
     alive.clear()
     engine.close()
-    return _Sample(packed - start, unpacked - packed)
+    return packed - start, unpacked - packed
 
 
 def _kept(count: int) -> _Sample:
     return _pack_and_unpack(_engine(min_bytes=1 << 40), _activations(count))
-
-
-def _parameter(count: int) -> _Sample:
-    model = nn.ParameterList(_activations(count))
-    return _pack_and_unpack(_engine(model), list(model))
 
 
 def _weight_view(count: int) -> _Sample:
@@ -208,10 +192,6 @@ def _from_the_device(count: int) -> _Sample:
     engine = Engine(nn.Identity(), _plan(), open_device(device), RamTier(pinned=True))
     # One more, packed before: so that pinned memory is there, and what is measured is not the system's share.
     return _pack_and_unpack(engine, _activations(count, device), _activations(1, device))
-
-
-def _among_others(count: int) -> _Sample:
-    return _pack_and_unpack(_engine(), _activations(count), _activations(_OTHERS))
 
 
 def _deduplicated(count: int) -> _Sample:
@@ -235,31 +215,13 @@ def _deduplicated(count: int) -> _Sample:
         unpack_s += time.perf_counter() - start
         firsts.pop()
     engine.close()
-    return _Sample(pack_s, unpack_s)
-
-
-def _slot_in_ram(count: int) -> _Sample:
-    """Finding room in the tier, and giving it back."""
-    nbytes = _SIDE * _SIDE * torch.float32.itemsize
-    tier = RamTier(arena_bytes=nbytes)
-    for _ in range(_OTHERS):
-        tier.reserve(nbytes)
-    for slot in [tier.reserve(nbytes) for _ in range(count)]:
-        tier.free(slot)  # so that arenas are there, and what is measured is not the system's share
-    start = time.perf_counter()
-    slots = [tier.reserve(nbytes) for _ in range(count)]
-    reserved = time.perf_counter()
-    while slots:
-        tier.free(slots.pop())
-    freed = time.perf_counter()
-    tier.close()
-    return _Sample(reserved - start, freed - reserved)
+    return pack_s, unpack_s
 
 
 def _hooks_alone(count: int) -> _Sample:
     plain = _operations(count, contextlib.nullcontext())
     hooked = _operations(count, torch.autograd.graph.saved_tensors_hooks(_same, _same))
-    return _Sample(hooked.pack_s - plain.pack_s, hooked.unpack_s - plain.unpack_s)
+    return hooked[0] - plain[0], hooked[1] - plain[1]
 
 
 def _same(value: Any) -> Any:
@@ -278,4 +240,4 @@ def _operations(count: int, hooks: contextlib.AbstractContextManager[object]) ->
         node: Any = results.pop().grad_fn
         node._saved_self  # noqa: B018  reading the attribute unpacks, as backward does
     del node
-    return _Sample(forward_s, time.perf_counter() - start)
+    return forward_s, time.perf_counter() - start

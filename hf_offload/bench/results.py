@@ -1,4 +1,4 @@
-"""The results of a matrix of runs: one row per strategy and case, with medians and spread, and the problems found.
+"""The results of one model's runs: one row per strategy, with medians and spread, and the problems found.
 
 Times and memory are compared within a round. Whether a strategy computes the same is not assumed: losses of every step
 and the final weights are compared bit by bit.
@@ -13,22 +13,20 @@ from typing import Any
 from hf_offload.bench.cell import CRASHED, DONE, CellResult
 from hf_offload.bench.strategies import Strategy
 from hf_offload.reports.formats import REFERENCE, flat
-from hf_offload.training.report import WARMUP_STEPS, ModelFacts, TrainingReport, median_after_warmup
+from hf_offload.training.report import WARMUP_STEPS, ModelFacts, TrainingReport
 
 Reports = dict[int, TrainingReport]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One model at one batch size and sequence length."""
+    """One model, as it was asked for, at one batch size and sequence length. ``overrides`` make the recipe one of it."""
 
     shape: str
-    """As it was asked for."""
     recipe: str
     batch: int
     sequence: int
     overrides: tuple[str, ...] = ()
-    """Changes that make the recipe one of the model."""
 
     @property
     def label(self) -> str:
@@ -48,16 +46,17 @@ def file_name(text: str) -> str:
 
 @dataclasses.dataclass
 class Cell:
-    """One run of one strategy, and how it ended."""
+    """One run of one strategy, and how it ended.
 
-    case: Case
+    ``allocator`` is the one that was asked for; the report names the one that was there. ``extra`` says why the run is not
+    part of the rows: a slower allocator's trial, or a control.
+    """
+
     strategy: Strategy
     round: int
     allocator: str
-    """That was asked for; the report names the one that was there."""
     result: CellResult
     extra: str | None = None
-    """Why this run is not part of the rows: the slower allocator's trial, a control, a trace."""
 
     @property
     def report(self) -> TrainingReport | None:
@@ -67,45 +66,44 @@ class Cell:
     @property
     def where(self) -> str:
         """Which run this is, for messages."""
-        return f"{self.case.label}, {self.strategy.name}, round {self.round}{f' ({self.extra})' if self.extra else ''}"
+        return f"{self.strategy.name}, round {self.round}{f' ({self.extra})' if self.extra else ''}"
 
 
 @dataclasses.dataclass(kw_only=True)
 class Row:
-    """One strategy in one case over all its rounds. Ratios to the baseline are medians of each round's ratio."""
+    """One strategy over all its rounds.
+
+    Memory is above the baseline's level before the first step; ``in_use_bytes`` is the allocator's own count. Ratios to the
+    baseline are medians of each round's ratio, with the least and the greatest. Losses and parameters are compared with
+    those of the baseline's first round: None without a comparison, or where the baseline itself varies.
+    """
 
     shape: str
     batch: int
     sequence: int
     model: ModelFacts | None = None
-    """``None`` when none was ever built."""
     strategy: str
     outcome: str
     error: str | None = None
     rounds: int = 0
     allocator: str | None = None
     peak_bytes: float | None = None
-    """Above the baseline."""
     peak_ratio: float | None = None
     peak_ratio_min: float | None = None
     peak_ratio_max: float | None = None
     in_use_bytes: float | None = None
-    """The allocator's own count of bytes in use at its highest sample, above the baseline."""
     step_s: float | None = None
     step_s_min: float | None = None
     step_s_max: float | None = None
     step_ratio: float | None = None
     step_ratio_min: float | None = None
     step_ratio_max: float | None = None
-    """Least and greatest of the rounds' ratios."""
     written_bytes_per_run: float = 0.0
     stall_s_per_run: float = 0.0
     final_loss: float | None = None
     losses_identical: bool | None = None
-    """To those of the baseline's first round, in every round; ``None`` without a comparison, or where the baseline varies."""
     parameters_identical: bool | None = None
     differs_by: str | None = None
-    """Why it is not meant to be identical."""
     source: str = ""
 
     @property
@@ -113,48 +111,43 @@ class Row:
         """Whether losses or parameters are not the baseline's, and should be."""
         return self.differs_by is None and False in (self.losses_identical, self.parameters_identical)
 
+    @property
+    def ended(self) -> str:
+        """How the runs ended, in words."""
+        return f"{self.outcome}{f' ({self.error})' if self.error and self.outcome != DONE else ''}"
+
 
 @dataclasses.dataclass
 class Results:
     """All cells that ran, in the order in which they ran."""
 
+    case: Case
     overrides: Sequence[str]
     allocator: str
     rounds: int
-    memory_limit_bytes: int | None = None
     cells: list[Cell] = dataclasses.field(default_factory=list)
     interrupted: bool = False
 
-    def cases(self) -> list[Case]:
-        """The cases of which anything ran."""
-        return list(dict.fromkeys(cell.case for cell in self.cells))
+    def model(self) -> ModelFacts | None:
+        """What the model is; ``None`` when none was ever built."""
+        return next((cell.result.model for cell in self.cells if cell.result.model), None)
 
-    def model(self, case: Case) -> ModelFacts | None:
-        """What the case's model is; ``None`` when none was ever built."""
-        models = (cell.result.model for cell in self.cells if cell.case == case)
-        return next((model for model in models if model), None)
+    def rows(self) -> list[Row]:
+        """One row per strategy, in the order given."""
+        names = dict.fromkeys(cell.strategy.name for cell in self.cells if not cell.extra)
+        return [self._row(name) for name in names]
 
-    def rows(self, case: Case | None = None) -> list[Row]:
-        """One row per strategy, in the order given, of one case or of all."""
-        if case is None:
-            return [row for each in self.cases() for row in self.rows(each)]
-        names = dict.fromkeys(cell.strategy.name for cell in self.cells if cell.case == case and not cell.extra)
-        return [self._row(case, name) for name in names]
-
-    def reports(self, case: Case, name: str) -> Reports:
+    def reports(self, name: str) -> Reports:
         """Reports of a strategy by round."""
-        return {cell.round: cell.report for cell in self._cells(case, name) if cell.report is not None}
+        return {cell.round: cell.report for cell in self._cells(name) if cell.report is not None}
 
-    def baseline_varies(self, case: Case) -> bool:
+    def baseline_varies(self) -> bool:
         """Whether the baseline yields other bits from run to run, as some kernels of accelerators do.
 
         Then no strategy can be asked to repeat them. On a CPU this is a defect, and one of the problems.
         """
-        reports = [
-            cell.report
-            for cell in self.cells
-            if cell.case == case and cell.strategy.name == REFERENCE and cell.report is not None
-        ]
+        baseline = (cell.report for cell in self.cells if cell.strategy.name == REFERENCE)
+        reports = [report for report in baseline if report is not None]
         on_accelerator = bool(reports) and reports[0].machine["device"] != "cpu"
         return on_accelerator and len({(*report.losses_hex, report.parameters_sha256) for report in reports}) > 1
 
@@ -162,48 +155,59 @@ class Results:
         """Failures of the measurement: our own runs that crashed, and results that had to be identical and are not."""
         problems = []
         for cell in self.cells:
-            if not cell.strategy.is_ours:
-                continue
-            if cell.result.outcome == CRASHED:
+            if cell.strategy.is_ours and cell.result.outcome == CRASHED:
                 problems.append(f"{cell.where}: {cell.result.error}")
-            elif not self.baseline_varies(cell.case):
+            elif cell.strategy.is_ours and not self.baseline_varies():
                 problems += self._mismatch(cell)
         return problems
 
     def findings(self) -> list[str]:
         """Runs of others that failed, which is a result."""
-        rows = [row for row in self.rows() if row.outcome != DONE]
-        return [f"{row.shape} {row.batch} x {row.sequence}, {row.strategy}: {outcome(row)}." for row in rows]
+        return [f"{row.strategy}: {row.ended}." for row in self.rows() if row.outcome != DONE]
 
-    def mismatches(self, case: Case) -> list[str]:
-        """Results of a case that had to be identical and are not."""
-        return [text for cell in self.cells if cell.case == case for text in self._mismatch(cell)]
+    def mismatches(self) -> list[str]:
+        """Results that had to be identical and are not."""
+        return [text for cell in self.cells for text in self._mismatch(cell)]
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
-        reports = [cell.report for cell in self.cells if cell.report is not None]
+        report = next((cell.report for cell in self.cells if cell.report is not None), None)
         return {
             "overrides": list(self.overrides),
             "allocator": self.allocator,
-            "memory_limit_bytes": self.memory_limit_bytes,
             "rounds": self.rounds,
             "warmup_steps": WARMUP_STEPS,
             "interrupted": self.interrupted,
             "rows": [flat(row) for row in self.rows()],
-            "extra_runs": [_extra(cell) for cell in self.cells if cell.extra],
+            "extra_runs": [self._extra(cell) for cell in self.cells if cell.extra],
             "problems": self.problems(),
-            "machine": reports[0].machine if reports else {},
-            "versions": reports[0].versions if reports else {},
+            "machine": report.machine if report else {},
+            "versions": report.versions if report else {},
         }
 
-    def _cells(self, case: Case, name: str) -> list[Cell]:
-        return [cell for cell in self.cells if (cell.case, cell.strategy.name, cell.extra) == (case, name, None)]
+    def _extra(self, cell: Cell) -> dict[str, Any]:
+        report = cell.report
+        return {
+            "shape": self.case.shape,
+            "batch": self.case.batch,
+            "sequence": self.case.sequence,
+            "strategy": cell.strategy.name,
+            "why": cell.extra,
+            "outcome": cell.result.outcome,
+            "error": cell.result.error,
+            "allocator": report.allocator if report else cell.allocator,
+            "step_s": report.median_step_s if report else None,
+            "peak_bytes": report.peak_over_baseline_bytes if report else None,
+        }
+
+    def _cells(self, name: str) -> list[Cell]:
+        return [cell for cell in self.cells if (cell.strategy.name, cell.extra) == (name, None)]
 
     def _mismatch(self, cell: Cell) -> list[str]:
         """What is wrong with the bits of a cell, if anything."""
         wanted, report = cell.strategy.must_match, cell.report
-        first = next(iter(self.reports(cell.case, wanted).values()), None) if wanted else None
-        if first is None or report is None or (cell.extra or "").startswith("trace"):
+        first = next(iter(self.reports(wanted).values()), None) if wanted else None
+        if first is None or report is None:
             return []
         if report.losses_hex != first.losses_hex:
             return [f"{cell.where}: losses differ from {wanted} {_first_difference(report, first)}."]
@@ -211,60 +215,34 @@ class Results:
             return [f"{cell.where}: losses equal those of {wanted}, final parameters differ."]
         return []
 
-    def _row(self, case: Case, name: str) -> Row:
-        cells = self._cells(case, name)
+    def _row(self, name: str) -> Row:
+        case, cells, reports = self.case, self._cells(name), self.reports(name)
         failed = next((cell.result for cell in cells if cell.result.outcome != DONE), None)
-        reports = self.reports(case, name)
         row = Row(
-            shape=case.shape,
-            batch=case.batch,
-            sequence=case.sequence,
-            model=self.model(case),
-            strategy=name,
-            outcome=failed.outcome if failed else DONE,
-            error=failed.error if failed else None,
-            rounds=len(reports),
-            differs_by=cells[0].strategy.differs_by,
-            source=cells[0].strategy.source,
-        )
+            shape=case.shape, batch=case.batch, sequence=case.sequence, model=self.model(), strategy=name,
+            outcome=failed.outcome if failed else DONE, error=failed.error if failed else None, rounds=len(reports),
+            differs_by=cells[0].strategy.differs_by, source=cells[0].strategy.source,
+        )  # fmt: skip
         if reports:
             _measure(row, list(reports.values()))
-            _compare(row, reports, self.reports(case, REFERENCE))
-            if self.baseline_varies(case):
+            _compare(row, reports, self.reports(REFERENCE))
+            if self.baseline_varies():
                 row.losses_identical = row.parameters_identical = None
         return row
 
 
-def outcome(row: Row) -> str:
-    """How a row's runs ended, in words."""
-    return f"{row.outcome}{f' ({row.error})' if row.error and row.outcome != DONE else ''}"
-
-
-def _extra(cell: Cell) -> dict[str, Any]:
-    report = cell.report
-    return {
-        "shape": cell.case.shape,
-        "batch": cell.case.batch,
-        "sequence": cell.case.sequence,
-        "strategy": cell.strategy.name,
-        "why": cell.extra,
-        "outcome": cell.result.outcome,
-        "error": cell.result.error,
-        "allocator": report.allocator if report else cell.allocator,
-        "step_s": report.median_step_s if report else None,
-        "peak_bytes": report.peak_over_baseline_bytes if report else None,
-    }
+def _spread(values: list[float]) -> tuple[float, float, float] | tuple[None, None, None]:
+    """Median, least and greatest."""
+    return (statistics.median(values), min(values), max(values)) if values else (None, None, None)
 
 
 def _measure(row: Row, reports: list[TrainingReport]) -> None:
     row.allocator = "/".join(sorted({report.allocator for report in reports}))
     peaks = [peak for report in reports if (peak := report.peak_over_baseline_bytes) is not None]
-    row.peak_bytes = statistics.median(peaks) if peaks else None
     in_use = [known for report in reports if (known := report.peak_in_use_over_baseline_bytes) is not None]
-    row.in_use_bytes = statistics.median(in_use) if in_use else None
+    row.peak_bytes, row.in_use_bytes = (statistics.median(known) if known else None for known in (peaks, in_use))
     times = [time for report in reports for time in report.step_times_s[WARMUP_STEPS:]]
-    row.step_s = median_after_warmup(times, 0)
-    row.step_s_min, row.step_s_max = (min(times), max(times)) if times else (None, None)
+    row.step_s, row.step_s_min, row.step_s_max = _spread(times)
     row.final_loss = next((report.losses[-1] for report in reports if report.losses), None)
     counters = [report.offload or {} for report in reports]
     row.written_bytes_per_run = statistics.median(counter.get("written_bytes", 0) for counter in counters)
@@ -272,23 +250,18 @@ def _measure(row: Row, reports: list[TrainingReport]) -> None:
 
 
 def _compare(row: Row, reports: Reports, reference: Reports) -> None:
-    peaks = _ratios("peak_over_baseline_bytes", reports, reference)
-    steps = _ratios("median_step_s", reports, reference)
-    if peaks:
-        row.peak_ratio, row.peak_ratio_min, row.peak_ratio_max = statistics.median(peaks), min(peaks), max(peaks)
-    if steps:
-        row.step_ratio, row.step_ratio_min, row.step_ratio_max = statistics.median(steps), min(steps), max(steps)
+    def ratios(what: str) -> list[float]:
+        both = [(report, reference[number]) for number, report in reports.items() if number in reference]
+        pairs = [(getattr(report, what), getattr(base, what)) for report, base in both]
+        return [value / base for value, base in pairs if value is not None and base]
+
+    row.peak_ratio, row.peak_ratio_min, row.peak_ratio_max = _spread(ratios("peak_over_baseline_bytes"))
+    row.step_ratio, row.step_ratio_min, row.step_ratio_max = _spread(ratios("median_step_s"))
     first = next(iter(reference.values()), None)
     others = [report for report in reports.values() if report is not first]
     if first is not None and others:
         row.losses_identical = all(report.losses_hex == first.losses_hex for report in others)
         row.parameters_identical = all(report.parameters_sha256 == first.parameters_sha256 for report in others)
-
-
-def _ratios(what: str, reports: Reports, reference: Reports) -> list[float]:
-    both = [(report, reference[number]) for number, report in reports.items() if number in reference]
-    pairs = [(getattr(report, what), getattr(base, what)) for report, base in both]
-    return [value / base for value, base in pairs if value is not None and base]
 
 
 def _first_difference(report: TrainingReport, reference: TrainingReport) -> str:

@@ -1,6 +1,6 @@
-"""The matrix: models x batch sizes x sequence lengths x strategies, each cell a training run of its own.
+"""One model in several ways, each a training run of its own.
 
-Within a case the strategies take turns (A B C A B C), so that a machine that slows down slows all of them.
+The strategies take turns (A B C A B C), so that a machine that slows down slows all of them.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from hf_offload import allocator as allocators
-from hf_offload.bench.cell import CRASHED, NOT_INSTALLED, OUT_OF_MEMORY, CellSpec, require_memory_limit, run_cell
+from hf_offload.bench.cell import CRASHED, NOT_INSTALLED, OUT_OF_MEMORY, CellSpec, run_cell
 from hf_offload.bench.results import Case, Cell, Results, file_name
 from hf_offload.bench.strategies import Strategy
 from hf_offload.errors import OffloadConfigError
@@ -22,7 +22,7 @@ from hf_offload.settings.load import choose, collect_errors
 from hf_offload.settings.models import measured_recipe
 from hf_offload.settings.recipe_files import is_recipe_file
 from hf_offload.settings.recipes import load_recipe, text_override
-from hf_offload.training.report import TRAINER_BATCH, WARMUP_STEPS
+from hf_offload.training.report import TRAINER_BATCH
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +36,15 @@ BENCH_ALLOCATORS = (FASTEST, *ALLOCATORS)
 class Plan:
     """What is going to run; checked, nothing has run yet."""
 
-    cases: tuple[Case, ...]
+    case: Case
     strategies: tuple[Strategy, ...]
     overrides: tuple[str, ...]
     rounds: int
     output: Path
     allocator: str
-    memory_limit_bytes: int | None = None
-    trace: bool = False
 
-    def case_overrides(self, case: Case) -> tuple[str, ...]:
-        """Changes to the recipe that all strategies of a case share."""
+    def overrides_for(self, case: Case) -> tuple[str, ...]:
+        """Changes to the recipe that all strategies share, at the batch size and sequence length of ``case``."""
         return (
             *case.overrides,
             *self.overrides,
@@ -72,28 +70,23 @@ class Plan:
     def cell_count(self) -> int:
         """Most runs there can be; a strategy that fails is not tried again."""
         trials = sum(len(self.allocators(strategy)) for strategy in self.strategies)
-        later = (self.rounds - 1 + int(self.trace)) * len(self.strategies)
-        return len(self.cases) * (trials + later)
+        return trials + (self.rounds - 1) * len(self.strategies)
 
 
 def plan_steps(
-    shapes: str,
+    shape: str,
     overrides: Sequence[str],
     strategies: Sequence[Strategy],
     *,
-    batches: Sequence[int] = (),
-    sequences: Sequence[int] = (),
+    batch: int | None = None,
+    sequence: int | None = None,
     steps: int | None = None,
     rounds: int = 1,
     output: Path = Path("runs/bench"),
     allocator: str = FASTEST,
-    memory_limit_bytes: int | None = None,
-    trace: bool = False,
 ) -> Plan:
     """Check everything that can be checked without running; raises :class:`OffloadConfigError` with all errors."""
-    output = output.resolve()
     overrides = (*overrides, *([f"training.max_steps={steps}"] if steps is not None else []))
-    cases: list[Case] = []
     with collect_errors("benchmark") as check:
         with check:
             choose("allocator", allocator, BENCH_ALLOCATORS)
@@ -102,24 +95,30 @@ def plan_steps(
         with check:
             if rounds < 1:
                 raise OffloadConfigError(f"rounds={rounds}: give one or more.")
-        for shape in (part.strip() for part in shapes.split(",")):
-            with check:
-                cases += _cases(shape, overrides, batches, sequences)
         plan = Plan(
-            cases=tuple(dict.fromkeys(cases)),
+            case=_case(shape, overrides, batch, sequence),
             strategies=tuple(strategies),
             overrides=overrides,
             rounds=rounds,
-            output=output,
+            output=output.resolve(),
             allocator=allocator,
-            memory_limit_bytes=memory_limit_bytes,
-            trace=trace,
         )
-        for case in plan.cases:
-            for strategy in plan.strategies:
-                with check:
-                    strategy.load(case.recipe, plan.case_overrides(case))
+        for strategy in plan.strategies:
+            with check:
+                strategy.load(plan.case.recipe, plan.overrides_for(plan.case))
     return plan
+
+
+def _case(shape: str, overrides: Sequence[str], batch: int | None, sequence: int | None) -> Case:
+    recipe, own = measured_recipe(shape)
+    loaded = load_recipe(recipe, (*own, *overrides))
+    if loaded.model.dtype != "float32" and not torch.accelerator.is_available():
+        logger.warning(
+            f"{shape} computes in {loaded.model.dtype}, which is meant for accelerators: a CPU is slow in it."
+        )
+    name = Path(shape).stem if is_recipe_file(shape) else shape
+    own_batch = int(loaded.training.get("per_device_train_batch_size") or TRAINER_BATCH)
+    return Case(name, recipe, batch or own_batch, sequence or loaded.data.sequence_length, own)
 
 
 def run_steps(
@@ -129,12 +128,9 @@ def run_steps(
 ) -> Results:
     """Run the plan. ``on_start`` is called before each cell with its name, how many are done and how many there are.
 
-    Ctrl-C ends the running cell and keeps those that finished. ``plan.memory_limit_bytes`` on a machine that cannot set
-    a limit raises :class:`OffloadConfigError` before anything runs.
+    Ctrl-C ends the running cell and keeps those that finished.
     """
-    if plan.memory_limit_bytes is not None:
-        require_memory_limit()
-    results = Results(plan.overrides, plan.allocator, plan.rounds, plan.memory_limit_bytes)
+    results = Results(plan.case, plan.overrides, plan.allocator, plan.rounds)
     try:
         _Run(plan, results, on_start, on_done).run()
     except KeyboardInterrupt:
@@ -148,30 +144,22 @@ class _Run:
         self._total = plan.cell_count
 
     def run(self) -> None:
-        for case in self._plan.cases:
-            latest = {strategy.name: self._first_round(case, strategy) for strategy in self._plan.strategies}
-            for number in range(2, self._plan.rounds + 1):
-                for strategy in self._plan.strategies:
-                    self._again(latest, strategy, number)
-            self._control(case, latest[REFERENCE])
-            if self._plan.trace:
-                for strategy in self._plan.strategies:
-                    self._again(latest, strategy, self._plan.rounds, "trace")
+        latest = {strategy.name: self._first_round(strategy) for strategy in self._plan.strategies}
+        for number in range(2, self._plan.rounds + 1):
+            for strategy in self._plan.strategies:
+                last = latest[strategy.name]
+                if self._hopeless(last):
+                    self._total -= 1
+                else:
+                    latest[strategy.name] = self._cell(strategy, number, last.allocator)
+        self._control(latest[REFERENCE])
 
-    def _again(self, latest: dict[str, Cell], strategy: Strategy, number: int, extra: str | None = None) -> None:
-        """Run the strategy with the allocator it has, unless it cannot work."""
-        last = latest[strategy.name]
-        if self._hopeless(last):
-            self._total -= 1
-        else:
-            latest[strategy.name] = self._cell(last.case, strategy, number, last.allocator, extra)
-
-    def _first_round(self, case: Case, strategy: Strategy) -> Cell:
+    def _first_round(self, strategy: Strategy) -> Cell:
         """Run the strategy with every allocator to try; returns the fastest run, which is the one that counts."""
         candidates = self._plan.allocators(strategy)
         trials: list[Cell] = []
         for allocator in candidates:
-            trials.append(self._cell(case, strategy, 1, allocator))
+            trials.append(self._cell(strategy, 1, allocator))
             if self._hopeless(trials[-1]):
                 break
         self._total -= len(candidates) - len(trials)
@@ -180,37 +168,26 @@ class _Run:
             cell.extra = None if cell is best else "trial of an allocator"
         return best
 
-    def _control(self, case: Case, last: Cell) -> None:
+    def _control(self, last: Cell) -> None:
         """Run the baseline once more where bits differ on an accelerator: it may not be deterministic either."""
-        baseline = self._results.reports(case, REFERENCE)
-        if (
-            len(baseline) != 1
-            or baseline[min(baseline)].machine["device"] == "cpu"
-            or not self._results.mismatches(case)
-        ):
-            return
-        self._total += 1
-        self._cell(
-            case, last.strategy, self._plan.rounds, last.allocator, "control of whether the baseline is deterministic"
-        )
+        baseline = list(self._results.reports(REFERENCE).values())
+        if len(baseline) == 1 and baseline[0].machine["device"] != "cpu" and self._results.mismatches():
+            self._total += 1
+            why = "control of whether the baseline is deterministic"
+            self._cell(last.strategy, self._plan.rounds, last.allocator, why)
 
-    def _cell(self, case: Case, strategy: Strategy, number: int, allocator: str, extra: str | None = None) -> Cell:
+    def _cell(self, strategy: Strategy, number: int, allocator: str, extra: str | None = None) -> Cell:
+        case = self._plan.case
         name = file_name(f"{number}_{strategy.name}_{allocator}{f'_{extra.split()[0]}' if extra else ''}")
-        overrides, trace = self._plan.case_overrides(case), None
-        if extra == "trace":
-            trace = str(self._plan.output / "traces" / f"{case.file_name}_{file_name(strategy.name)}.json.gz")
-            overrides = (*overrides, f"training.max_steps={WARMUP_STEPS + 1}")
         spec = CellSpec(
             recipe=case.recipe,
-            overrides=overrides,
+            overrides=self._plan.overrides_for(case),
             strategy=strategy.name,
             base=str(self._plan.output / "cells" / case.file_name / name),
-            memory_limit_bytes=self._plan.memory_limit_bytes,
-            trace=trace,
         )
         what = f"{case.label}, {strategy.name}{f' ({extra})' if extra else ''}, round {number}, {allocator}"
         self._on_start(what, len(self._results.cells), self._total)
-        cell = Cell(case, strategy, number, allocator, run_cell(spec, allocators.environment_with(allocator)), extra)
+        cell = Cell(strategy, number, allocator, run_cell(spec, allocators.environment_with(allocator)), extra)
         self._results.cells.append(cell)
         self._on_done(cell)
         return cell
@@ -220,19 +197,3 @@ class _Run:
         """Whether running it again would only fail again; of our own crashes, every one is of interest."""
         outcome = cell.result.outcome
         return outcome in (NOT_INSTALLED, OUT_OF_MEMORY) or (outcome == CRASHED and not cell.strategy.is_ours)
-
-
-def _cases(shape: str, overrides: Sequence[str], batches: Sequence[int], sequences: Sequence[int]) -> list[Case]:
-    recipe, own = measured_recipe(shape)
-    loaded = load_recipe(recipe, (*own, *overrides))
-    if loaded.model.dtype != "float32" and not torch.accelerator.is_available():
-        logger.warning(
-            f"{shape} computes in {loaded.model.dtype}, which is meant for accelerators: a CPU is slow in it."
-        )
-    name = Path(shape).stem if is_recipe_file(shape) else shape
-    own_batch = int(loaded.training.get("per_device_train_batch_size") or TRAINER_BATCH)
-    return [
-        Case(name, recipe, batch, sequence, own)
-        for batch in batches or [own_batch]
-        for sequence in sequences or [loaded.data.sequence_length]
-    ]

@@ -18,9 +18,6 @@ from hf_offload.settings.sizes import parse_bytes
 from hf_offload.training.run import AroundStep
 
 ALL = "all"
-SPILL_RAM_BUDGET = "512MiB"
-"""Of ``ours:spill`` where the recipe names no ``ram_budget``."""
-
 _NO_OFFLOAD = "offload={tier: none}"
 
 
@@ -39,8 +36,6 @@ class Strategy:
     around_step: AroundStep | None = None
     package: str | None = None
     """What has to be installed."""
-    open_settings: tuple[str, ...] = ()
-    """Changes to settings of the section offload that apply only where the recipe leaves them open."""
 
     @property
     def is_ours(self) -> bool:
@@ -54,14 +49,7 @@ class Strategy:
 
     def load(self, recipe: str, overrides: Sequence[str]) -> Recipe:
         """The recipe as this strategy runs it."""
-        everything = (*overrides, *self.overrides)
-        loaded = load_recipe(recipe, everything)
-        still_open = [
-            change
-            for change in self.open_settings
-            if getattr(loaded.offload, change.partition("=")[0].removeprefix("offload.")) is None
-        ]
-        return load_recipe(recipe, (*everything, *still_open)) if still_open else loaded
+        return load_recipe(recipe, (*overrides, *self.overrides))
 
 
 # ------------------------------------------------------------------------------------------------------- others' ways
@@ -101,10 +89,10 @@ _TRL_SOURCE = (
 
 
 def _others() -> list[Strategy]:
-    plain = (_NO_OFFLOAD, *_recompute(on=False))
+    plain, recompute = (_NO_OFFLOAD, *_recompute(on=False)), (_NO_OFFLOAD, *_recompute())
     return [
         Strategy(REFERENCE, plain, "no offloading: autograd keeps what it saves", must_match=REFERENCE),
-        Strategy("recompute", (_NO_OFFLOAD, *_recompute()), _RECOMPUTE_SOURCE),
+        Strategy("recompute", recompute, _RECOMPUTE_SOURCE),
         Strategy(
             "recompute+offload",
             (_NO_OFFLOAD, *_recompute("{offload: true}")),
@@ -121,7 +109,7 @@ def _others() -> list[Strategy]:
         Strategy("trl", plain, _TRL_SOURCE, around_step=_trl, package="trl"),
         Strategy(
             "trl+recompute",
-            (_NO_OFFLOAD, *_recompute()),
+            recompute,
             f"{_TRL_SOURCE}; with gradient_checkpointing=True, SFTConfig's default",
             around_step=_trl,
             package="trl",
@@ -131,77 +119,57 @@ def _others() -> list[Strategy]:
 
 # ------------------------------------------------------------------------------------------------------------ our ways
 
+_OURS = (
+    "ours:ram", "ours:ssd", "ours:spill", "ours:auto", "ours:ssd+tiled", "ours:elementwise", "ours:ssd+elementwise",
+    "ours:sampled", "ours:ssd+sampled", "ours+recompute",
+)  # fmt: skip
+"""A tier, and what is done in addition; without a tier, nothing moves, except that checkpointed inputs go to a drive."""
+
 _NO_BUDGET = "offload.memory_budget=null"  # tiers that move everything have none
-# A recipe's directory and its limits are for files, which the RAM tier has none of.
-_NO_FILES = (
-    _NO_BUDGET,
-    *(f"offload.{name}=null" for name in DRIVE_SETTINGS),
-)
-_AUTO = ("offload.tier=auto", "offload.keep_last_count=0", "offload.read_ahead_bytes=null")
-_ONLY_DISK = ("offload.tier=ssd", "offload.ram_budget=null", _NO_BUDGET)
+_TIERS = {
+    "none": (_NO_OFFLOAD,),
+    # A recipe's directory and its limits are for files, which the RAM tier has none of.
+    "ram": (_NO_BUDGET, *(f"offload.{name}=null" for name in DRIVE_SETTINGS), "offload.tier=ram"),
+    "ssd": ("offload.tier=ssd", "offload.ram_budget=null", _NO_BUDGET),
+    "spill": ("offload.tier=ssd", _NO_BUDGET),
+    "auto": ("offload.tier=auto", "offload.keep_last_count=0", "offload.read_ahead_bytes=null"),
+}
+# What is done in addition -> the setting, and why losses are not meant to be the baseline's.
+_ADDITIONS = {
+    "tiled": ("tiled_loss=auto", "other rounding"),
+    "elementwise": ("recompute_elementwise=exact", None),
+    "sampled": ("sampled_linear=0.3", "estimates"),
+}
+_SIZES = {"ssd": "read_ahead_bytes", "spill": "ram_budget", "auto": "memory_budget"}
+"""Tiers that take a size after an @ -> the setting that it is."""
+_SPILL_RAM_BUDGET = "512MiB"
+"""Of ``ours:spill`` without a size."""
 
 
-def _ours() -> list[Strategy]:
-    plain = _recompute(on=False)
-    ssd, nothing = (*_ONLY_DISK, *plain), (_NO_OFFLOAD, *plain)
-    return [
-        Strategy("ours:ram", (*_NO_FILES, "offload.tier=ram", *plain), "OffloadConfig(tier='ram')", REFERENCE),
-        Strategy("ours:ssd", ssd, "OffloadConfig(tier='ssd')", REFERENCE),
-        Strategy(
-            "ours:spill",
-            ("offload.tier=ssd", _NO_BUDGET, *plain),
-            f"OffloadConfig(tier='ssd', ram_budget=that of the recipe, otherwise {SPILL_RAM_BUDGET})",
-            REFERENCE,
-            open_settings=(f"offload.ram_budget={SPILL_RAM_BUDGET}",),
-        ),
-        Strategy(
-            "ours:auto",
-            (*_AUTO, *plain),
-            "OffloadConfig(tier='auto'): within the recipe's memory_budget, otherwise 90 % of what the device can give",
-            REFERENCE,
-        ),
-        Strategy(
-            "ours:ssd+tiled",
-            (*ssd, "offload.tiled_loss=auto"),
-            "OffloadConfig(tier='ssd', tiled_loss='auto'): output head and loss a few tokens at a time, besides",
-            differs_by="other rounding",
-        ),
-        Strategy(
-            "ours:elementwise",
-            (*nothing, "offload.recompute_elementwise=exact"),
-            "OffloadConfig(tier='none', recompute_elementwise='exact'): elementwise results are recomputed, masks are bits",
-            REFERENCE,
-        ),
-        Strategy(
-            "ours:ssd+elementwise",
-            (*ssd, "offload.recompute_elementwise=exact"),
-            "OffloadConfig(tier='ssd', recompute_elementwise='exact')",
-            REFERENCE,
-        ),
-        Strategy(
-            "ours:sampled",
-            (*nothing, "offload.sampled_linear=0.3"),
-            "OffloadConfig(tier='none', sampled_linear=0.3): weight gradients from 30 % of the inputs' rows",
-            differs_by="estimates",
-        ),
-        Strategy(
-            "ours:ssd+sampled",
-            (*ssd, "offload.sampled_linear=0.3"),
-            "OffloadConfig(tier='ssd', sampled_linear=0.3)",
-            differs_by="estimates",
-        ),
+def _ours(name: str) -> Strategy:
+    known, at, size = name.partition("@")
+    tier, _, addition = known.removeprefix("ours").removeprefix(":").partition("+")
+    if tier in _ADDITIONS:
+        tier, addition = "none", tier
+    tier = tier or "ssd"
+    overrides, settings, differs_by = _TIERS[tier], [], None
+    if addition in _ADDITIONS:
+        setting, differs_by = _ADDITIONS[addition]
+        settings.append(setting)
+    if tier == "spill" and not at:
+        at, size = "@", _SPILL_RAM_BUDGET
+    if at:
+        settings.append(f"{_SIZES[tier]}={parse_bytes(size, _SIZES[tier])}")
+    recomputes = addition == "recompute"
+    asked = ", ".join([f"tier={'ssd' if tier == 'spill' else tier}", *settings])
+    return Strategy(
+        name,
+        (*overrides, *(f"offload.{setting}" for setting in settings), *_recompute(on=recomputes)),
+        f"OffloadConfig({asked}){' and activation checkpointing' if recomputes else ''}",
         # Whether checkpointing repeats the baseline's bits is not up to us.
-        Strategy(
-            "ours+recompute",
-            (*_ONLY_DISK, *_recompute()),
-            "OffloadConfig(tier='ssd') and activation checkpointing: what is left, the layers' inputs, is offloaded",
-            "recompute",
-        ),
-    ]
-
-
-_SIZES = {"ours:ssd": "read_ahead_bytes", "ours:auto": "memory_budget"}
-"""Strategies that take a size after an @ -> the setting that it is."""
+        None if differs_by else "recompute" if recomputes else REFERENCE,
+        differs_by,
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- choice
@@ -209,42 +177,36 @@ _SIZES = {"ours:ssd": "read_ahead_bytes", "ours:auto": "memory_budget"}
 
 def strategy_names() -> list[str]:
     """All names, in the order of tables."""
-    return [strategy.name for strategy in (*_others(), *_ours())]
+    return [*(strategy.name for strategy in _others()), *_OURS]
 
 
 def find_strategy(name: str) -> Strategy:
-    """The strategy of that name; ``ours:ssd@64MiB`` fixes the read-ahead, ``ours:auto@20GiB`` the budget.
+    """The strategy of that name; ``ours:ssd@64MiB`` fixes the read-ahead, ``ours:spill@1GiB`` the RAM, and
+    ``ours:auto@20GiB`` the budget.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` with the nearest name if there is none.
     """
-    family, at, window = name.partition("@")
+    family, at, size = name.partition("@")
     kind, colon, tier = family.partition(":")
-    family = f"ours:{TIER_ALIASES.get(tier, tier)}" if kind == "ours" and colon else family
-    known = {strategy.name: strategy for strategy in (*_others(), *_ours())}
-    if family not in known or (at and family not in _SIZES):
+    if kind == "ours" and colon:
+        tier = TIER_ALIASES.get(tier, tier)
+        family = f"ours:{tier}"
+    known = strategy_names()
+    if family not in known or (at and not (colon and tier in _SIZES)):
         raise OffloadConfigError(
             f"strategy {name!r} is unknown: choose from {', '.join(known)}, or {ALL}.{nearest(name, known)}"
         )
-    found = known[family]
-    if not at:
-        return found
-    setting = _SIZES[family]
-    return dataclasses.replace(
-        found,
-        name=f"{family}@{window}",
-        overrides=(*found.overrides, f"offload.{setting}={parse_bytes(window, setting)}"),
-        source=f"OffloadConfig(tier={family.partition(':')[2]!r}, {setting}={window!r})",
-    )
+    if family in _OURS:
+        return _ours(f"{family}{at}{size}")
+    return next(strategy for strategy in _others() if strategy.name == family)
 
 
-def parse_strategies(names: str, read_ahead: str | None = None, reference: bool = True) -> list[Strategy]:
+def parse_strategies(names: str, reference: bool = True) -> list[Strategy]:
     """``"baseline,recompute,ours:ssd"`` to strategies, or ``"all"``.
 
-    With ``reference``, ``baseline`` must be among them: the others are compared with it. ``read_ahead`` such as
-    ``"64MiB,128MiB"`` adds ``ours:ssd`` once for each window.
+    With ``reference``, ``baseline`` must be among them: the others are compared with it.
     """
     asked = strategy_names() if names.strip() == ALL else [part.strip() for part in names.split(",")]
-    asked += [f"ours:ssd@{window.strip()}" for window in read_ahead.split(",")] if read_ahead else []
     strategies: list[Strategy] = []
     with collect_errors("strategies") as check:
         for name in asked:

@@ -1,16 +1,17 @@
-"""What commands share: where they write, and how they end."""
+"""The one way in which commands print: results on standard output, everything else on standard error; and how they end."""
 
 import contextlib
 import gc
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.padding import Padding
@@ -35,33 +36,41 @@ def messages() -> Console:
     return Console(stderr=True)
 
 
-@contextlib.contextmanager
-def loading_torch() -> Iterator[None]:
-    """For imports that load torch, which takes seconds: a spinner, and no search for garbage in what they make.
+def write(text: str, style: str = "", *, wrap: bool = False) -> None:
+    """Print a line of a result as it is; with ``wrap``, words that do not fit into the terminal go to the next line."""
+    if style or wrap:
+        output().print(_text(text, style), soft_wrap=not wrap)
+    else:
+        typer.echo(_text(text, "").plain)
 
-    What is loaded stays: looking through it again and again would take a fifth of a plan's time.
-    """
-    is_first = "torch" not in sys.modules
-    if is_first:
-        gc.disable()
-    try:
-        with spinner("Loading PyTorch"):
-            yield
-    finally:
-        if is_first:
-            gc.freeze()
-            gc.enable()
+
+def write_json(values: Any) -> None:
+    """Print ``values`` as JSON."""
+    typer.echo(json.dumps(values, indent=2, default=str))
+
+
+def note(text: str, style: str = "") -> None:
+    """Print a line on standard error."""
+    messages().print(_text(text, style), soft_wrap=True)
+
+
+def _text(text: str, style: str) -> Text:
+    # Paths may hold bytes that no terminal shows.
+    return Text(text.encode(errors="backslashreplace").decode(), style)
 
 
 def make_table(title: str, columns: Sequence[str], caption: str = "", *, left: Sequence[str] = ()) -> Table:
     """A table of numbers behind a first column of names; the columns ``left`` hold words, and the last of them whole
-    sentences. Print it with :func:`print_table`.
+    sentences. Columns without names have no header. Print it with :func:`print_table`.
     """
-    table = Table(title=escape(title), box=SIMPLE_HEAD, caption=caption or None, caption_justify="left")
-    table.add_column(escape(columns[0]), no_wrap=True)
-    for name in columns[1:]:
-        sentences = name in left and name == columns[-1]
-        table.add_column(escape(name), justify="left" if name in left else "right", no_wrap=not sentences)
+    table = Table(
+        title=escape(title) or None, box=SIMPLE_HEAD, caption=caption or None, caption_justify="left",
+        show_header=any(columns),
+    )  # fmt: skip
+    for index, name in enumerate(columns):
+        words = index == 0 or name in left
+        sentences = words and 0 < index == len(columns) - 1
+        table.add_column(escape(name), justify="left" if words else "right", no_wrap=not sentences)
     return table
 
 
@@ -104,6 +113,24 @@ def _width_of(column: Column, split: Callable[[str], list[str]]) -> int:
     return max((cell_len(part) for text in texts for part in split(text)), default=0)
 
 
+@contextlib.contextmanager
+def loading_torch() -> Iterator[None]:
+    """For imports that load torch, which takes seconds: a spinner, and no search for garbage in what they make.
+
+    What is loaded stays: looking through it again and again would take a fifth of a plan's time.
+    """
+    is_first = "torch" not in sys.modules
+    if is_first:
+        gc.disable()
+    try:
+        with spinner("Loading PyTorch"):
+            yield
+    finally:
+        if is_first:
+            gc.freeze()
+            gc.enable()
+
+
 def progress_bar(*, counted: bool = True) -> Progress:
     """What runs and for how long, on a terminal; with ``counted``, how much of it is done, too."""
     console = messages()
@@ -128,13 +155,18 @@ def clear_errors() -> Iterator[None]:
     try:
         yield
     except OffloadError as error:
-        # Paths may hold bytes that no terminal shows.
-        text = str(error).encode(errors="backslashreplace").decode()
-        messages().print(f"[bold red]{escape(text)}[/]", highlight=False, soft_wrap=True)
+        note(str(error), "bold red")
         raise typer.Exit(error.exit_code) from error
     except KeyboardInterrupt as error:
-        messages().print("[yellow]Stopped.[/]")
+        note("Stopped.", "yellow")
         raise typer.Exit(EXIT_INTERRUPTED) from error
+
+
+class _LogLines(logging.Handler):
+    """Writes each record as one line, however long: in a file, a line that is wrapped cannot be searched."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(f"{record.levelname:<8} {self.format(record)}")
 
 
 @contextlib.contextmanager
@@ -145,7 +177,7 @@ def visible_log() -> Iterator[None]:
         yield
         return
     level, propagate = log.level, log.propagate
-    handler = RichHandler(console=messages(), show_path=False, show_time=False)
+    handler = _LogLines()
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False

@@ -2,20 +2,39 @@
 
 import dataclasses
 import json as json_format
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from hf_offload.allocator import best_allocator
-from hf_offload.cli.console import clear_errors, loading_torch, output, print_table, progress_bar, spinner
+from hf_offload.cli.console import (
+    clear_errors,
+    loading_torch,
+    make_table,
+    print_table,
+    progress_bar,
+    spinner,
+    write,
+    write_json,
+)
+from hf_offload.cli.options import Json
 from hf_offload.errors import EXIT_PROBLEM
 from hf_offload.settings.sizes import format_bytes
 
 if TYPE_CHECKING:
+    from hf_offload.bench.results import Results, Row
     from hf_offload.planning.machine import Machine, Rate
+
+_CHECKED = "baseline,ours:ram,ours:ssd"
+# For --check: small enough for a CPU; with odd sizes, so that no tensor fills whole pages.
+_SMALL = (
+    "model.config.n_layer=3", "model.config.n_embd=96", "model.config.n_head=3", "model.config.vocab_size=1031",
+    "data.sequence_length=127", "training.per_device_train_batch_size=5", "training.max_steps=4",
+    "training.full_determinism=true", "offload.min_bytes=1",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +116,7 @@ def doctor(
     directory: Annotated[
         list[Path] | None, typer.Option("--directory", "-d", help="Where offload files would go; may be repeated.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    json: Json = False,
     measure: Annotated[
         bool, typer.Option(help="Write and read 256 MiB in each directory, also at once, to measure it.")
     ] = True,
@@ -117,44 +136,73 @@ def doctor(
             machine = probe_machine(directory or [Path.cwd()], sample_bytes=SAMPLE_BYTES if measure else 0)
     if json:
         effects = {heading.replace("-", " ").replace(" ", "_"): lines for heading, lines in _HEADINGS.items()}
-        facts = dataclasses.asdict(machine) | effects
-        typer.echo(json_format.dumps(facts, indent=2, default=str))
+        write_json(dataclasses.asdict(machine) | effects)
         return
     _show(machine)
 
 
 def _check(directories: list[Path], json: bool) -> None:
-    with clear_errors(), progress_bar(counted=False) as progress:
-        from hf_offload.planning.machine import default_device  # slow: it loads torch
-        from hf_offload.reports.self_test import run_checks
+    """Train a small model without offloading and with each tier, and compare losses and weights bit by bit."""
+    with clear_errors(), tempfile.TemporaryDirectory() as folder, progress_bar() as progress:
+        from hf_offload.bench.steps import plan_steps, run_steps  # slow: it loads torch
+        from hf_offload.bench.strategies import parse_strategies
+        from hf_offload.planning.machine import default_device
         from hf_offload.storage.file_systems import check_directory
 
         for one in directories:
             check_directory(one)
-        device = default_device()
-        task = progress.add_task("starting", total=None)
-        checks = run_checks(directories, device, lambda name: progress.update(task, description=escape(name)))
-    passed = all(check.passed for check in checks)
+        where = json_format.dumps([str(one.resolve()) for one in directories])
+        plan = plan_steps(
+            "gpt2-small", [*_SMALL, f"offload.directory={where}"], parse_strategies(_CHECKED), output=Path(folder),
+            allocator="auto",
+        )  # fmt: skip
+        task = progress.add_task("starting", total=plan.cell_count)
+        results = run_steps(plan, lambda name, done, _: progress.update(task, completed=done, description=escape(name)))
+        if results.interrupted:
+            raise KeyboardInterrupt
+        checks, device = [_checked(row, results) for row in results.rows()], str(default_device())
+    passed = all(check["passed"] for check in checks)
     if json:
-        rows = [dataclasses.asdict(check) for check in checks]
-        typer.echo(json_format.dumps({"device": str(device), "passed": passed, "checks": rows}, indent=2))
+        write_json({"device": device, "passed": passed, "checks": checks})
     else:
-        table = Table(title=f"Offloading on {device}", show_header=False)
+        table = make_table(f"Offloading on {device}", ("", "", ""), left=("",))
         for check in checks:
-            verdict = "[green]passed[/]" if check.passed else "[bold red]failed[/]"
-            table.add_row(verdict, escape(check.name), escape(check.detail), f"{check.seconds:.1f} s")
+            verdict = "[green]passed[/]" if check["passed"] else "[bold red]failed[/]"
+            table.add_row(verdict, check["name"], escape(check["detail"]))
         print_table(table)
-        verdict = "[green]Everything works on this device.[/]" if passed else "[bold red]Do not train with it here.[/]"
-        output().print(verdict, "" if passed else "Please report the lines above, with `hf-offload doctor --json`.")
+        if passed:
+            write("Everything works on this device.", "green")
+        else:
+            write(
+                "Do not train with it here. Please report the lines above, with `hf-offload doctor --json`.", "bold red"
+            )
     if not passed:
         raise typer.Exit(EXIT_PROBLEM)
 
 
+def _checked(row: "Row", results: "Results") -> dict[str, Any]:
+    """What came of one way to train, in words."""
+    from hf_offload.bench.cell import DONE
+    from hf_offload.reports.formats import REFERENCE
+
+    reports = results.reports(row.strategy).values()
+    moved = sum((report.offload or {}).get("offloaded_bytes", 0) for report in reports)
+    passed, detail = False, row.ended
+    if row.outcome == DONE and row.strategy == REFERENCE:
+        passed, detail = True, "trained without offloading, which the others are compared with"
+    elif row.outcome == DONE and row.differs:
+        detail = "losses or weights differ from those without offloading"
+    elif row.outcome == DONE and not moved:
+        detail = "nothing was moved"
+    elif row.outcome == DONE:
+        same = "are identical" if row.losses_identical else "cannot be compared: without offloading they vary here"
+        passed, detail = True, f"losses and weights {same}; {format_bytes(moved)} were moved"
+    return {"name": row.strategy, "passed": passed, "detail": detail}
+
+
 def _show(machine: "Machine") -> None:
     device = machine.device
-    table = Table(title="This machine", show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
+    table = make_table("This machine", ("", ""), left=("",))
     free = f"{_size(device.free_bytes)} of {_size(device.total_bytes)} free"
     table.add_row("device", escape(f"{device.name} ({device.type}): {free}"))
     available = f"{_size(machine.ram_available_bytes)} of {_size(machine.ram_total_bytes)} available"

@@ -2,20 +2,27 @@
 
 import os
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.prompt import Confirm, IntPrompt, Prompt
 
-from hf_offload.cli.console import clear_errors, messages, output, visible_log
+from hf_offload.cli.console import clear_errors, note, visible_log, write
 from hf_offload.errors import EXIT_REFUSED
-from hf_offload.integrations.launch import SECTION, default_config, find_config, launch, read_config, shipped_configs
+from hf_offload.integrations.launch import (
+    SECTION,
+    checked_config,
+    default_config,
+    find_config,
+    launch,
+    read_config,
+    shipped_configs,
+)
 from hf_offload.settings.classes import from_mapping
 from hf_offload.settings.environment import RESUME_VARIABLE
 from hf_offload.settings.outputs import check_output_file
-from hf_offload.settings.schema import TIERS, TILED, OffloadConfig
+from hf_offload.settings.recipes import apply_override
+from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.text_files import write_whole
 from hf_offload.settings.yaml_text import dump_yaml
 
@@ -32,12 +39,7 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_in
 def launch_script(
     context: typer.Context,
     restart_on_failure: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="How often to start the script again after it has failed. A Trainer with snapshot_steps goes on from its "
-            "newest snapshot or checkpoint.",
-        ),
+        int, typer.Option(min=0, help="Start a script that failed again, from its newest snapshot, so often.")
     ] = 0,
 ) -> None:
     """Run an unmodified training script with offloading. Takes all options of `accelerate launch`."""
@@ -47,79 +49,42 @@ def launch_script(
                 launch(context.args)
                 return
             except subprocess.CalledProcessError as error:
-                messages().print(f"[bold red]The script ended with exit code {error.returncode}.[/]")
+                note(f"The script ended with exit code {error.returncode}.", "bold red")
                 if not left or error.returncode == EXIT_REFUSED:
                     raise typer.Exit(error.returncode if error.returncode > 0 else 1) from None
-                messages().print(f"It is started again, {left} more {'time' if left == 1 else 'times'} at most.")
+                note(f"It is started again, {left} more {'time' if left == 1 else 'times'} at most.")
                 os.environ[RESUME_VARIABLE] = "1"
 
 
-_STARTS = {
-    "single": "one process",
-    "ddp": "several GPUs, a copy of the model on each (DDP)",
-    "fsdp2": "several GPUs, the model in shards (FSDP2)",
-    "zero2": "DeepSpeed ZeRO-2",
-    "zero3": "DeepSpeed ZeRO-3",
-    "context_parallel": "several GPUs, a part of every row on each (context parallelism)",
-}
-
-
 def config(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help=f"A config file of the package: {', '.join(shipped_configs())}.")
+    ] = "single",
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Changes, such as num_processes=4 or offload.tier=ssd."),
+    ] = None,
     file: Annotated[
         Path | None,
         typer.Option("--config_file", metavar="FILE", help="File to write. Default: where `hf-offload launch` looks."),
     ] = None,
-    where: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Print the path of a shipped config file, such as fsdp2, and exit."),
-    ] = None,
+    where: Annotated[bool, typer.Option("--where", help="Print the path of the package's own file, and exit.")] = False,
 ) -> None:
-    """Ask how to train and offload, and write a config file for `hf-offload launch`."""
+    """Write a config file for `hf-offload launch`: one that comes with the package, with changes."""
     with clear_errors():
-        if where is not None:
-            typer.echo(find_config(where))
+        source = find_config(name)
+        if where:
+            write(str(source))
             return
+        values = read_config(source)
+        values["offload"] = values.pop(SECTION, {})  # settings are read and named as in a recipe
+        for change in changes or ():
+            apply_override(values, change)
+        section = values.pop("offload", {})
+        from_mapping(OffloadConfig, section, "offload")
         target = file or default_config()
         check_output_file(target, "--config_file")
-        values = _ask()
+        values = checked_config(values, "the changes") | {SECTION: section}
         write_whole(target, dump_yaml(values))
         chosen = "" if file is None else f" --config_file {target}"
-        output().print(
-            f"Wrote {target}. Start with:\n  hf-offload launch{chosen} train.py", highlight=False, soft_wrap=True
-        )
-
-
-def _ask() -> dict[str, Any]:
-    for name, meaning in _STARTS.items():
-        output().print(f"  [bold]{name}[/]: {meaning}", highlight=False)
-    start = _choose("How do you train?", _STARTS, "single")
-    values = read_config(find_config(start))
-    if start != "single":
-        values["num_processes"] = IntPrompt.ask("How many processes?", default=2)
-        if start == "context_parallel":
-            values["parallelism_config"]["parallelism_config_cp_size"] = values["num_processes"]
-    else:
-        values["use_cpu"] = Confirm.ask("On a CPU only?", default=False)
-    values["mixed_precision"] = _choose("Mixed precision?", ("no", "bf16", "fp16"), values["mixed_precision"])
-    tier = _choose("Where do activations go? auto: as a memory budget needs", TIERS, values[SECTION]["tier"])
-    section: dict[str, Any] = {"tier": tier}
-    if tier in ("ssd", "auto"):
-        section["directory"] = Prompt.ask(
-            "Directory on an SSD (empty: the temporary folder; with auto on a GPU, none)", default=""
-        )
-    if tier == "auto":
-        section["memory_budget"] = Prompt.ask(
-            "Memory budget, such as 20GiB (empty: 90 % of what the device can give)", default=""
-        )
-    if tier != "none":
-        section["ram_budget"] = Prompt.ask(
-            "Most RAM to use, such as 64GiB (empty: on a GPU 60 % of what is available)", default=""
-        )
-    section["tiled_loss"] = _choose("Compute the loss in pieces, without all logits?", TILED, "off")
-    values[SECTION] = {name: value for name, value in section.items() if value not in ("", "off")}
-    from_mapping(OffloadConfig, values[SECTION], "answers")
-    return values
-
-
-def _choose(question: str, choices: Iterable[str], default: str) -> str:
-    return Prompt.ask(question, choices=list(choices), default=default)
+        write(f"Wrote {target}. Start with:\n  hf-offload launch{chosen} train.py")

@@ -10,6 +10,7 @@ import hf_offload
 from hf_offload.allocator import restart_with_allocator
 from hf_offload.cli.bench import bench
 from hf_offload.cli.card import card
+from hf_offload.cli.console import write
 from hf_offload.cli.doctor import doctor
 from hf_offload.cli.launch import EPILOG, METAVAR, PASSED_ON, config, launch_script
 from hf_offload.cli.plan import plan
@@ -17,9 +18,15 @@ from hf_offload.cli.recipes import recipes
 from hf_offload.cli.replay import replay
 from hf_offload.cli.train import train
 
+EXIT_STATUS = (
+    "Exit status: 0 after success; 2 if settings or arguments are refused, and nothing was begun; 1 after an error on the "
+    "way, or where a check did not pass; 130 after Ctrl-C. launch ends with the status of its script."
+)
+
 app = typer.Typer(
     name="hf-offload",
     help="Train with activations in RAM or on NVMe drives, with gradients that are exact to the last bit.",
+    epilog=EXIT_STATUS,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -27,7 +34,7 @@ app = typer.Typer(
 
 def _say_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"hf-offload {hf_offload.__version__}")
+        write(f"hf-offload {hf_offload.__version__}")
         raise typer.Exit
 
 
@@ -40,7 +47,7 @@ def _options(
 
 
 app.command()(train)
-app.add_typer(plan, name="plan")
+app.command()(plan)
 app.command()(doctor)
 app.command("launch", context_settings=PASSED_ON, epilog=EPILOG, options_metavar=METAVAR)(launch_script)
 app.command()(config)

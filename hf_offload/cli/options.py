@@ -13,6 +13,7 @@ from hf_offload.settings.classes import build, forms, help_of
 Given = Mapping[str, Any]
 """Options of a group that were given, by field, as they were written."""
 T = TypeVar("T")
+_LINE = 120
 
 Overrides = Annotated[
     list[str] | None,
@@ -30,23 +31,16 @@ class OptionGroup:
     """An option for each of ``fields`` of a settings class (:mod:`hf_offload.settings.classes`)."""
 
     def __init__(self, settings: type[Any], fields: tuple[str, ...], panel: str):
-        self.settings = settings
-        self.fields = fields
-        self._panel = panel
-
-    def without(self, *fields: str) -> "OptionGroup":
-        """The same group, of a command that does not read ``fields``."""
-        return OptionGroup(self.settings, tuple(name for name in self.fields if name not in fields), self._panel)
+        self.settings, self.fields, self._panel = settings, fields, panel
 
     def parameters(self) -> list[inspect.Parameter]:
         """A keyword parameter for each option, as typer reads it."""
         found = []
         for field in self.fields:
-            unit = forms(self.settings)[field].unit
             declared = typer.Option(
                 option(field),
-                help=help_of(self.settings, field, self._named),
-                metavar="SIZE" if unit == "bytes" else "VALUE",
+                help=in_short(help_of(self.settings, field, self._named)),
+                metavar="SIZE" if forms(self.settings)[field].unit == "bytes" else "VALUE",
                 rich_help_panel=self._panel,
             )
             annotation = Annotated[str | None, declared]
@@ -64,6 +58,15 @@ class OptionGroup:
 
     def _named(self, field: str) -> str:
         return option(field) if field in self.fields else field
+
+
+def in_short(text: str) -> str:
+    """What a setting means, in one line: if that is too long its first sentence, or the beginning of that."""
+    text = text.removeprefix('With tier="auto": ')
+    for end in (". ", ": "):
+        if len(text) > _LINE:
+            text = f"{text.partition(end)[0].removesuffix('.')}."
+    return text[:1].upper() + text[1:]
 
 
 def with_options(**groups: OptionGroup) -> Callable[[Callable[..., T]], Callable[..., T]]:

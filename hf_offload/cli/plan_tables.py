@@ -1,7 +1,7 @@
-"""What ``hf-offload plan`` prints."""
+"""The tables of ``hf-offload plan``."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from hf_offload.forecast.compare_modes import ModeComparison
     from hf_offload.forecast.forecast import Forecast
-    from hf_offload.forecast.levers import Reach
-    from hf_offload.forecast.order import Order
     from hf_offload.forecast.workload import Workload
     from hf_offload.plan.hardware import Hardware
 
@@ -25,7 +23,7 @@ def plan_tables(forecast: "Forecast") -> Iterator[str | Table]:
     """The plan: what is planned, the machine, the placement of every unit, and what other placements would need."""
     workload, footprint = forecast.workload, forecast.problem.footprint
     autocast = "" if workload.autocast is None else f" (autocast {_name(workload.autocast)})"
-    yield escape(
+    yield (
         f"{workload.name}: {footprint.parameters / 1e9:.3g} B parameters in {_name(workload.dtype)}{autocast}, batch "
         f"{workload.shape}, {_mode(workload)}. Weights, gradients and optimizer state: "
         f"{format_bytes(forecast.counted.base_bytes + forecast.counted.gradient_bytes)}. "
@@ -34,7 +32,7 @@ def plan_tables(forecast: "Forecast") -> Iterator[str | Table]:
     yield _machine_table(forecast.hardware)
     if forecast.solution is not None:
         yield _kind_table(forecast)
-    yield from (escape(line) for line in forecast.remarks)
+    yield from forecast.remarks
     if forecast.lines:
         yield _unit_table(forecast)
     yield _alternative_table(forecast)
@@ -58,37 +56,6 @@ def modes_table(workload: "Workload", hardware: "Hardware", found: "ModeComparis
         table.add_row(row.mode, *map(_gib, parts), _yes(row.fits), *largest)
     for mode in found.refused:
         table.add_row(mode, *["-"] * len(columns))
-    return table
-
-
-def levers_table(workload: "Workload", machines: "Sequence[Hardware]", found: "Sequence[Reach]") -> Table:
-    """The longest row that fits each machine."""
-    from hf_offload.forecast.levers import PIECES
-
-    table = make_table(
-        f"{workload.name}: tokens of the longest row that fits, batch {workload.batch}",
-        ("in addition", *(machine.name for machine in machines)),
-        f"Predicted; 90 % of a GPU's memory. Loss in {PIECES[0]} pieces, MLPs in {PIECES[1]}. -: weights, gradients and "
-        "optimizer state alone do not fit. What the blocks' inputs may take of RAM and disk: --ram and --disk.",
-    )
-    for one in found:
-        table.add_row(escape(one.lever), *(f"{tokens:,}" if tokens else "-" for tokens in one.tokens))
-    return table
-
-
-def orders_table(title: str, orders: "Sequence[Order]") -> Table:
-    """The peak of each order of a step's operations."""
-    table = make_table(
-        title,
-        ("", "no order beats", "peak", "of the first", "peak in"),
-        "GiB, predicted. No order beats: weights, optimizer state, and the largest operation's operands and results, or the "
-        "gradients that wait for the optimizer.",
-    )
-    first = orders[0].timeline.peak_bytes
-    for one in orders:
-        peak = one.timeline.peak_bytes
-        share = f"{peak / first:.3f}"
-        table.add_row(one.name, _gib(one.bound_bytes), _gib(peak), share, escape(one.timeline.peak_unit))
     return table
 
 

@@ -5,24 +5,17 @@ from typing import Annotated
 
 import typer
 
-from hf_offload.cli.console import clear_errors, loading_torch, output, progress_bar
+from hf_offload.cli.console import clear_errors, loading_torch, progress_bar, write
 from hf_offload.settings.outputs import check_output_folder
 
 
 def replay(
     log: Annotated[
-        Path,
-        typer.Argument(
-            metavar="LOG",
-            help="A checkpoint of a training with memory_mode='mezo', or its mezo_log.safetensors alone.",
-        ),
+        Path, typer.Argument(metavar="LOG", help="A checkpoint of MeZO's, or its mezo_log.safetensors alone.")
     ],
     initial: Annotated[
         str,
-        typer.Argument(
-            metavar="INITIAL",
-            help="The weights training began with: a folder, or the name of a model on the hub. For adapters, their folder.",
-        ),
+        typer.Argument(metavar="INITIAL", help="The weights training began with: a folder, or a model of the hub."),
     ],
     target: Annotated[Path, typer.Option("--output", metavar="FOLDER", help="Folder for the rebuilt weights.")],
     steps: Annotated[
@@ -37,9 +30,9 @@ def replay(
             from hf_offload.training.replayed import rebuild
 
         found = MezoLog.load(log)
-        with progress_bar() as progress:
-            task = progress.add_task("Replaying", total=len(found.rows) if steps is None else steps)
-            rebuild(found, initial, target, steps, on_step=lambda step: progress.update(task, completed=step))
         count = len(found.rows) if steps is None else steps
+        with progress_bar() as progress:
+            task = progress.add_task("Replaying", total=count)
+            rebuild(found, initial, target, steps, on_step=lambda step: progress.update(task, completed=step))
     checked = " and checked" if found.final and count == len(found.rows) else ""
-    output().print(f"{count} steps replayed{checked}: {target}", highlight=False, soft_wrap=True)
+    write(f"{count} steps replayed{checked}: {target}")

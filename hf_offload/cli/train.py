@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.markup import escape
 
-from hf_offload.cli.console import clear_errors, loading_torch, print_table, visible_log
+from hf_offload.cli.console import clear_errors, loading_torch, make_table, print_table, visible_log
 from hf_offload.cli.options import Overrides
 from hf_offload.errors import EXIT_INTERRUPTED
 from hf_offload.settings.recipes import load_recipe, read_recipe, text_override
@@ -26,12 +26,7 @@ def train(
         typer.Option(metavar="FOLDER", help="Where the recipe's data.files are. Default: the current folder."),
     ] = None,
     report: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Measure memory, and write losses, times and memory: to a file that ends in .json, or as a page for a "
-            "browser, with the plan and the drive's life, to one that ends in .html.",
-        ),
+        Path | None, typer.Option(metavar="FILE", help="Measure memory, and write losses, times and memory as JSON.")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the last checkpoint in the output directory.")
@@ -49,30 +44,24 @@ def train(
 
         given = [*([] if data_dir is None else ["--data-dir", str(data_dir)]), *(["--resume"] if resume else [])]
         command = shlex.join(["hf-offload", "train", recipe, *(overrides or []), *given])
-        if report is None or report.suffix.lower() != ".html":
-            result = run_recipe(loaded, report=report, resume=resume, command=command)
-        else:
-            from hf_offload.reports.run_page import ReportCallback, write_report
-
-            seen = ReportCallback()
-            result = run_recipe(loaded, measure=True, resume=resume, command=command, callbacks=[seen])
-            write_report(report, seen.session, result)
-    table = Table(title=f"{loaded.name}: {'done' if result.completed else 'stopped'}", show_header=False)
-    table.add_row("steps", str(result.steps))
+        result = run_recipe(loaded, report=report, resume=resume, command=command)
+    rows = [("steps", str(result.steps))]
     if result.losses:
-        table.add_row("loss", f"{result.losses[0]:.4f} first, {result.losses[-1]:.4f} last")
-    for name, value in (result.metrics or {}).items():
-        table.add_row(name.replace("_", " "), f"{value:.4f}")
+        rows.append(("loss", f"{result.losses[0]:.4f} first, {result.losses[-1]:.4f} last"))
+    rows += [(name.replace("_", " "), f"{value:.4f}") for name, value in (result.metrics or {}).items()]
     if result.median_step_s is not None:
-        table.add_row("median step", f"{result.median_step_s:.3f} s")
+        rows.append(("median step", f"{result.median_step_s:.3f} s"))
     if result.peak_over_baseline_bytes is not None:
-        table.add_row("activation peak", format_bytes(result.peak_over_baseline_bytes))
+        rows.append(("activation peak", format_bytes(result.peak_over_baseline_bytes)))
     if result.offload is not None:
-        for name in ("offloaded_bytes", "written_bytes", "read_bytes"):
-            table.add_row(name.removesuffix("_bytes"), format_bytes(result.offload[name]))
-        table.add_row("waited", f"{result.offload['stall_s']:.2f} s")
+        names = ("offloaded_bytes", "written_bytes", "read_bytes")
+        rows += [(name.removesuffix("_bytes"), format_bytes(result.offload[name])) for name in names]
+        rows.append(("waited", f"{result.offload['stall_s']:.2f} s"))
     if report is not None:
-        table.add_row("report", str(report))
+        rows.append(("report", escape(str(report))))
+    table = make_table(f"{loaded.name}: {'done' if result.completed else 'stopped'}", ("", ""), left=("",))
+    for row in rows:
+        table.add_row(*row)
     print_table(table)
     if not result.completed:
         raise typer.Exit(EXIT_INTERRUPTED)

@@ -29,42 +29,15 @@ _PIPELINES = {
     "sequence-classification": "text-classification",
 }
 _SCALES = {"bleu": "0 to 100", "chrf": "0 to 100"}
-_SMOOTHED = 50
-"""A curve of losses has about as many points."""
-
-
+_POINTS = 50
+"""A curve of losses has about as many."""
 _SENTENCES = ("dataset_note", "how", "purpose")
 _LONGEST_NAME = 200
 
 
-def _check_fact(option: str, value: str, is_prose: bool) -> None:
-    """Metadata and headings take a name on one line; a file takes no half characters."""
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise OffloadConfigError(f"{option}={shown(value)} holds bytes that are not UTF-8 text.") from error
-    if not is_prose and not (0 < len(value) <= _LONGEST_NAME and value.isprintable() and value == value.strip()):
-        raise OffloadConfigError(
-            f"{option}={shown(value)} is not a name: give 1 to {_LONGEST_NAME} characters on one line, without spaces around."
-        )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """What no run knows of itself.
-
-    Args:
-        name: Of the model.
-        license: Of the trained weights, as the Hub names licences (``apache-2.0``).
-        dataset: Name of the data.
-        dataset_license: Its licence, in the same way.
-        dataset_url: Where it comes from.
-        dataset_note: Sentences about it: whose it is, which part was taken, where its files have to lie.
-        how: Sentences on how to reproduce all of it; the single commands stand below them.
-        languages: Codes such as ``en``.
-        base_model: Hub name of the model that was fine-tuned. Default: the recipe's, unless that is a folder.
-        purpose: A sentence that says what the model is for.
-    """
+    """What no run knows of itself: the options of ``hf-offload card``. Names are one line, three of them sentences."""
 
     name: str
     license: str
@@ -83,52 +56,55 @@ class CardFacts:
                 found = getattr(self, field.name)
                 for value in [found] if isinstance(found, str) else found or ():
                     with check:
-                        _check_fact(
-                            f"--{field.name.replace('_', '-').removesuffix('s')}", value, field.name in _SENTENCES
-                        )
+                        _check_fact(field.name, value)
 
 
-def card_text(
-    report: TrainingReport, facts: CardFacts, comparison: Comparison | None, plots: Sequence[str] = ()
-) -> str:
-    """The card as Markdown that begins with metadata, checked as the Hub's own library checks it.
-
-    ``plots`` are the names of pictures in the same folder.
-    """
-    from huggingface_hub import ModelCard
-
-    data = _metadata(report, facts)
-    body = "\n\n".join(_body(report, facts, comparison, plots))
-    text = f"---\n{data.to_yaml()}\n---\n\n{body}\n"
-    ModelCard(text)  # raises where the metadata cannot be read again
-    return text
+def _check_fact(field: str, value: str) -> None:
+    """Metadata and headings take a name on one line; a file takes no half characters."""
+    option = f"--{field.replace('_', '-').removesuffix('s')}"
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise OffloadConfigError(f"{option}={shown(value)} holds bytes that are not UTF-8 text.") from error
+    is_name = 0 < len(value) <= _LONGEST_NAME and value.isprintable() and value == value.strip()
+    if field not in _SENTENCES and not is_name:
+        raise OffloadConfigError(
+            f"{option}={shown(value)} is not a name: give 1 to {_LONGEST_NAME} characters on one line, without spaces around."
+        )
 
 
-def write_card(report: TrainingReport, facts: CardFacts, comparison_path: Path | None, folder: Path) -> Path:
+def write_card(
+    report: TrainingReport, facts: CardFacts, comparison_path: Path | None, folder: Path, plot: bool
+) -> Path:
     """Write the card and its pictures into ``folder``; returns the card's path.
 
+    With ``plot``, the losses are drawn. The comparison's picture of memory is copied from its folder.
     Raises :class:`~hf_offload.errors.OffloadConfigError` for a run without steps or without measured memory.
     """
     card_of(report, facts, None)  # so that damage of the report is not blamed on the comparison
     comparison = None if comparison_path is None else Comparison.read(comparison_path)
-    beside = None if comparison_path is None else comparison_path.parent / MEMORY_PLOT
-    plots = [LOSS_PLOT, *([MEMORY_PLOT] if beside is not None and beside.is_file() else [])]
+    memory = None if comparison_path is None else comparison_path.parent / MEMORY_PLOT
+    copied = memory is not None and memory.is_file()
+    plots = [*([LOSS_PLOT] if plot else []), *([MEMORY_PLOT] if copied else [])]
     text = card_of(report, facts, comparison, plots)
     check_output_folder(folder, "--output", CARD_FILE, *plots)
     folder.mkdir(parents=True, exist_ok=True)
-    _plot_losses(report, folder / LOSS_PLOT)
-    if beside is not None and MEMORY_PLOT in plots:
-        (folder / MEMORY_PLOT).write_bytes(beside.read_bytes())
-    card = folder / CARD_FILE
-    write_whole(card, text)
-    return card
+    if plot:
+        _plot_losses(report, folder / LOSS_PLOT)
+    if memory is not None and copied:
+        (folder / MEMORY_PLOT).write_bytes(memory.read_bytes())
+    write_whole(folder / CARD_FILE, text)
+    return folder / CARD_FILE
 
 
 def card_of(report: TrainingReport, facts: CardFacts, comparison: Comparison | None, plots: Sequence[str] = ()) -> str:
-    """:func:`card_text` of a record from a file, which may be damaged.
+    """The card as Markdown that begins with metadata, checked as the Hub's own library checks it.
 
-    Raises :class:`~hf_offload.errors.OffloadConfigError` for a run without steps or without measured memory, and for damage.
+    ``plots`` are the names of pictures in the same folder. The record is from a file, which may be damaged:
+    :class:`~hf_offload.errors.OffloadConfigError` is raised then, and for a run without steps or without measured memory.
     """
+    from huggingface_hub import ModelCard
+
     try:
         if not report.losses or report.memory is None:
             what = "no steps" if not report.losses else "no memory"
@@ -136,7 +112,10 @@ def card_of(report: TrainingReport, facts: CardFacts, comparison: Comparison | N
                 f"The report of {cropped(str(report.recipe))} holds {what}: train with "
                 "`hf-offload train RECIPE --report FILE`."
             )
-        return card_text(report, facts, comparison, plots)
+        body = "\n\n".join(_body(report, facts, comparison, plots))
+        text = f"---\n{_metadata(report, facts).to_yaml()}\n---\n\n{body}\n"
+        ModelCard(text)  # raises where the metadata cannot be read again
+        return text
     except OffloadConfigError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -188,13 +167,11 @@ def _body(
 ) -> Iterator[str]:
     """The paragraphs."""
     model, data = report.settings["model"], report.settings["data"]
-    origin = (
-        f"fine-tuned from `{_base_model(report, facts) or model['name']}`"
-        if model["name"]
-        else "trained from random weights"
-    )
-    yield f"# {facts.name}"
+    origin = "trained from random weights"
+    if model["name"]:
+        origin = f"fine-tuned from `{_base_model(report, facts) or model['name']}`"
     kind = f" of the architecture `{model['architecture']}`" if model.get("architecture") else ""
+    yield f"# {facts.name}"
     yield (
         f"A model{kind} with {report.parameter_count / 1e6:.1f}M parameters, {origin} on {facts.dataset} with hf_offload. "
         f"{facts.purpose}"
@@ -206,9 +183,10 @@ def _body(
     ]
     if rows:
         yield markdown_table(("metric, on the validation data", "value"), rows)
+    last = report.losses[-10:]
     yield (
-        f"Training loss {report.losses[0]:.3f} in the first step, "
-        f"{statistics.mean(report.losses[-10:]):.3f} in the last {len(report.losses[-10:])} of {report.steps}."
+        f"Training loss {report.losses[0]:.3f} in the first step, {statistics.mean(last):.3f} in the last {len(last)} of "
+        f"{report.steps}."
     )
     if LOSS_PLOT in plots:
         yield f"![Loss by step]({LOSS_PLOT})"
@@ -225,24 +203,27 @@ def _body(
     if facts.how:
         yield facts.how
     notes = {"--dataset-note": facts.dataset_note, "--how": facts.how}
-    given = " and ".join(f"`{option}`" for option, note in notes.items() if note)
+    given = " and ".join(f"`{option}`" for option, sentences in notes.items() if sentences)
     yield (
         f"The single commands, with hf_offload {report.versions['hf-offload']}"
         f"{f'; the notes above are given with {given}' * bool(given)}:"
     )
-    yield "\n".join(["```", *_commands(report, facts, comparison), "```"])
-    where = f"{describe_machine(report.machine)}; allocator {report.allocator}"
+    yield "\n".join(["```", *_commands(report, facts, comparison, plots), "```"])
+    versions = [f"{name} {report.versions[name]}" for name in ("python", "torch", "transformers", "accelerate")
+                if name in report.versions]  # fmt: skip
     yield (
-        f"Machine: {where}. Versions: {_versions(report.versions)}.\n"
+        f"Machine: {describe_machine(report.machine)}; allocator {report.allocator}. Versions: {', '.join(versions)}.\n"
         f"The weights after the last step have the SHA-256 `{report.parameters_sha256[:16]}` (first 16 digits)."
     )
-    yield "<details><summary>The whole recipe</summary>"
     sections = {name: section for name, section in report.settings.items() if name != "name"}
+    yield "<details><summary>The whole recipe</summary>"
     yield f"```yaml\n{dump_yaml(_given(sections)).rstrip()}\n```"
     yield "</details>"
 
 
-def _commands(report: TrainingReport, facts: CardFacts, comparison: Comparison | None) -> Iterator[str]:
+def _commands(
+    report: TrainingReport, facts: CardFacts, comparison: Comparison | None, plots: Sequence[str]
+) -> Iterator[str]:
     train = shlex.split(report.command) if report.command else ["hf-offload", "train", report.recipe]
     yield shlex.join([*train, "--report", "run.json"])
     card = ["hf-offload", "card", "run.json", "--output", "card"]
@@ -259,13 +240,8 @@ def _commands(report: TrainingReport, facts: CardFacts, comparison: Comparison |
         "--base-model": facts.base_model,
         "--purpose": None if facts.purpose == CardFacts.purpose else facts.purpose,
     }
-    yield shlex.join([*card, *(text for option, value in options.items() if value for text in (option, value))])
-
-
-def _versions(versions: Mapping[str, str]) -> str:
-    return ", ".join(
-        f"{name} {versions[name]}" for name in ("python", "torch", "transformers", "accelerate") if name in versions
-    )
+    card += [text for option, value in options.items() if value for text in (option, value)]
+    yield shlex.join([*card, *(["--plot"] if LOSS_PLOT in plots else [])])
 
 
 def _given(value: Any) -> Any:
@@ -276,18 +252,14 @@ def _given(value: Any) -> Any:
 
 
 def _plot_losses(report: TrainingReport, path: Path) -> None:
-    from hf_offload.reports.plots import figure_at
+    from hf_offload.reports.plots import COLOURS, figure_at, plain
 
-    width = max(1, len(report.losses) // _SMOOTHED)
+    width = max(1, len(report.losses) // _POINTS)
     ends = range(width, len(report.losses) + 1, width)
     means = [statistics.mean(report.losses[end - width : end]) for end in ends]
     with figure_at(path, 9, 5) as figure:
         axes = figure.add_subplot()
-        axes.plot(ends, means, linewidth=1.6, color="black")
+        axes.plot(ends, means, linewidth=1.6, color=COLOURS["black"])
         title = "Training loss" if width == 1 else f"Training loss, mean of {width} steps"
         axes.set_title(f"{title}; {means[-1]:.3f} at the end", fontsize=12, loc="left")
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss")
-        axes.margins(x=0)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        plain(axes, "step", "loss")

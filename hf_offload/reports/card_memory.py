@@ -38,12 +38,8 @@ class Comparison:
         """Raises :class:`~hf_offload.errors.OffloadConfigError` if ``path`` is something else."""
         try:
             values = parse_json(read_text(path, "The comparison"), str(path))
-            return cls(
-                rows=[row for row in values["rows"] if row["rounds"]],
-                machine=values["machine"],
-                rounds=values["rounds"],
-                overrides=values["overrides"],
-            )
+            rows = [row for row in values["rows"] if row["rounds"]]
+            return cls(rows=rows, machine=values["machine"], rounds=values["rounds"], overrides=values["overrides"])
         except OffloadConfigError as error:
             raise OffloadConfigError(f"{path} is not a comparison: {error}") from error
         except (KeyError, TypeError) as error:
@@ -56,7 +52,7 @@ class Comparison:
         """One row per way, as Markdown."""
         counted = _counts_in_use(self.machine["device"]) and all(row["in_use_bytes"] is not None for row in self.rows)
         repeated = self.rounds > 1
-        columns = ["way", *(["in use"] if counted else []), "peak", "ratio to baseline", "step", "ratio to baseline"]
+        names = ["way", *(["in use"] if counted else []), "peak", "ratio to baseline", "step", "ratio to baseline"]
         rows = [
             (
                 _WAYS.get(row["strategy"], row["strategy"]),
@@ -70,7 +66,7 @@ class Comparison:
             )
             for row in self.rows
         ]
-        return markdown_table([*columns, *(["spread"] if repeated else []), "losses and weights"], rows)
+        return markdown_table([*names, *(["spread"] if repeated else []), "losses and weights"], rows)
 
     @property
     def steps(self) -> str | None:
@@ -99,23 +95,20 @@ def memory_section(report: TrainingReport, comparison: Comparison | None, plots:
     """The section's paragraphs. ``report`` has been measured; ``plots`` are the names of pictures in the card's folder."""
     yield "## Memory and time"
     yield _how_it_is_counted(report)
-    budget = _budget(report)
-    if budget:
-        yield budget
+    nbytes = report.settings["offload"].get("memory_budget")
+    if report.forecast is not None and nbytes is not None:
+        peak = report.forecast["measured_peak_bytes"]
+        kept = "" if peak is None else f", {'kept' if peak <= nbytes else 'exceeded'} in the step that was measured"
+        yield f"The budget was {_mb(nbytes)} ({nbytes / 2**20:.6g} MiB) of live tensors{kept}."
     yield markdown_table(("this run", *(["planned"] if report.forecast else []), "measured"), _rows_of_the_run(report))
     if comparison is None:
         return
     repeated = comparison.rounds > 1
-    rounds = f"{comparison.rounds} rounds" if repeated else "one round"
-    rounds += f" of {comparison.steps} steps" if comparison.steps else ""
-    spread = (
-        "; ratios to the baseline are taken within a round, and the spread is the least and the greatest"
-        if repeated
-        else ""
-    )
+    spread = "; ratios to the baseline are taken within a round, and the spread is the least and the greatest"
     yield (
         f"The same recipe in several ways, on {describe_machine(comparison.machine)}, at another time than the run above: "
-        f"compare step times within the table only. Medians of {rounds}{spread}."
+        f"compare step times within the table only. Medians of {f'{comparison.rounds} rounds' if repeated else 'one round'}"
+        f"{f' of {comparison.steps} steps' if comparison.steps else ''}{spread if repeated else ''}."
     )
     yield comparison.table()
     if MEMORY_PLOT in plots:
@@ -127,39 +120,24 @@ def memory_section(report: TrainingReport, comparison: Comparison | None, plots:
 
 def describe_machine(machine: Mapping[str, Any]) -> str:
     """Device and cores."""
-    device = machine["device"]
     cores = f"{machine['cores']} CPU cores"
-    return cores if device == "cpu" else f"{device}, {cores}"
+    return cores if machine["device"] == "cpu" else f"{machine['device']}, {cores}"
 
 
 def _how_it_is_counted(report: TrainingReport) -> str:
     assert report.memory is not None
-    evaluates = str(report.settings["training"].get("eval_strategy") or "no") != "no"
-    above = "above weights, gradients and optimizer state"
+    above, which = "above weights, gradients and optimizer state", "it"
+    counts = f"*Peak* is the most that was allocated, {above}."
     if _counts_in_use(report.memory["device"]):
-        counts, which = (
+        which = "both"
+        counts = (
             f"*In use* and *peak* are {above}: the most that the allocator had given out, and the most that the process "
-            "took, which holds what its allocator keeps at hand, too.",
-            "both",
+            "took, which holds what its allocator keeps at hand, too."
         )
-    else:
-        counts, which = f"*Peak* is the most that was allocated, {above}.", "it"
-    live = (
-        "*Live tensors* are all there are at once, weights, gradients and optimizer state included: what a budget is for. "
-        if report.forecast
-        else ""
-    )
+    live = "*Live tensors* are all there are at once, weights, gradients and optimizer state included: what a budget is for."
+    evaluates = str(report.settings["training"].get("eval_strategy") or "no") != "no"
     whole = f" Evaluations on the way are part of {which} in this run; the comparison has none." if evaluates else ""
-    return f"{live}{counts}{whole} MB and GB are powers of ten."
-
-
-def _budget(report: TrainingReport) -> str | None:
-    nbytes = report.settings["offload"].get("memory_budget")
-    if report.forecast is None or nbytes is None:
-        return None
-    peak = report.forecast["measured_peak_bytes"]
-    kept = "" if peak is None else f", {'kept' if peak <= nbytes else 'exceeded'} in the step that was measured"
-    return f"The budget was {_mb(nbytes)} ({nbytes / 2**20:.6g} MiB) of live tensors{kept}."
+    return f"{f'{live} ' if report.forecast else ''}{counts}{whole} MB and GB are powers of ten."
 
 
 def _rows_of_the_run(report: TrainingReport) -> Iterator[tuple[str, ...]]:
@@ -169,16 +147,10 @@ def _rows_of_the_run(report: TrainingReport) -> Iterator[tuple[str, ...]]:
     forecast, planned = report.forecast, ["-"] if report.forecast else []
     if forecast is not None:
         peak, steps = forecast["measured_peak_bytes"], forecast["measured_step_s"]
-        yield (
-            "live tensors, of one step under the last plan",
-            _mb(forecast["peak_bytes"]),
-            "-" if peak is None else _mb(peak),
-        )
-        yield (
-            f"step, median of {len(steps)} under the last plan",
-            f"{forecast['step_s']:.2f} s",
-            f"{statistics.median(steps):.2f} s" if steps else "-",
-        )
+        measured = "-" if peak is None else _mb(peak)
+        yield "live tensors, of one step under the last plan", _mb(forecast["peak_bytes"]), measured
+        measured = f"{statistics.median(steps):.2f} s" if steps else "-"
+        yield f"step, median of {len(steps)} under the last plan", f"{forecast['step_s']:.2f} s", measured
     if report.median_step_s is not None:
         yield f"step, median of all {report.steps}", *planned, f"{report.median_step_s:.2f} s"
     if _counts_in_use(report.memory["device"]) and in_use is not None:
@@ -203,9 +175,7 @@ def _above(nbytes: float) -> str:
 
 
 def _spread(row: Mapping[str, Any]) -> str:
-    if row["strategy"] == REFERENCE:
-        return "-"
-    return f"{row['step_ratio_min']:.3f}..{row['step_ratio_max']:.3f}"
+    return "-" if row["strategy"] == REFERENCE else f"{row['step_ratio_min']:.3f}..{row['step_ratio_max']:.3f}"
 
 
 def _identity(row: Mapping[str, Any]) -> str:

@@ -1,8 +1,6 @@
-"""Rows of a benchmark as Markdown, CSV and JSON."""
+"""Rows of a benchmark as Markdown and JSON."""
 
-import csv
 import dataclasses
-import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,16 +32,6 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str
         *("| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows),
     ]
     return "\n".join(lines)
-
-
-def csv_text(rows: Sequence[Any]) -> str:
-    """``rows``, at least one dataclass, with all their fields."""
-    values = [flat(row) for row in rows]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(values[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(values)
-    return text.getvalue()
 
 
 def json_text(values: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ It changes nothing about a run, and layers named under ``base`` do not pass thei
 """
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationInfo, model_validator
@@ -109,7 +109,7 @@ class MetaRecipe:
         summary: The recipe in a sentence.
         launch: How it is trained on several GPUs.
         machine: The machine it is meant for.
-        predicted: What is predicted for that machine; written by ``hf-offload recipes predict --write``.
+        predicted: What is predicted for that machine; written by ``python -m benchmarks predictions --write``.
     """
 
     summary: Text | None = None
@@ -144,13 +144,6 @@ class MetaRecipe:
     def header(self, name: str) -> str:
         """:meth:`command_lines` as the comment that the recipe's file begins with."""
         return "".join(f"# {line}\n" for line in self.command_lines(name))
-
-    def renamed(self, text: str, former: Iterable[str], name: str) -> str:
-        """The ``text`` of a recipe's file with the :meth:`header` of ``name`` in place of that of a ``former`` name."""
-        for one in former:
-            if text.startswith(self.header(one)):
-                return self.header(name) + text.removeprefix(self.header(one))
-        return text
 
 
 def read_meta(name: str) -> MetaRecipe:

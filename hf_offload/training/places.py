@@ -31,7 +31,7 @@ def check_places(recipe: Recipe, *, report: Path | None = None, save: bool = Tru
     with collect_errors("files and folders of the run") as check:
         if report is not None:
             with check:
-                check_output_file(report, "--report", ".json", ".html")
+                check_output_file(report, "--report", ".json")
         prepares_data, own_cache = recipe.data.source != RANDOM_TOKENS, bool(recipe.data.cache_dir)
         with check:
             if save:

@@ -124,7 +124,7 @@ def record(tiny_recipe, tmp_path):
 
 
 def test_a_card_from_a_record(record, tmp_path):
-    result = command("card", record, "--output", tmp_path / "card", *FACTS, "--comparison", COMPARISON)
+    result = command("card", record, "--output", tmp_path / "card", *FACTS, "--comparison", COMPARISON, "--plot")
     assert result.exit_code == 0, result.output + result.stderr
     text = (tmp_path / "card" / "README.md").read_text(encoding="utf-8")
     report = TrainingReport.read(record)
@@ -191,6 +191,7 @@ def test_a_comparison_at_the_recipes_own_size_needs_no_sizes(record, tmp_path):
     text = (tmp_path / "card" / "README.md").read_text(encoding="utf-8")
     assert "--batch" not in text
     assert "--sequence" not in text
+    assert [path.name for path in (tmp_path / "card").iterdir()] == ["README.md"], "no picture that nobody asked for"
     assert "spread" not in text, "of one round there is none"
 
 
@@ -320,7 +321,7 @@ def test_what_is_said_of_a_model_is_text(record, tmp_path, changed, part):
 @pytest.mark.parametrize("name", ["README.md", "loss.png"])
 def test_a_folder_in_a_files_place_is_an_error(record, tmp_path, name):
     (tmp_path / "card" / name).mkdir(parents=True)
-    result = command("card", record, "--output", tmp_path / "card", *FACTS)
+    result = command("card", record, "--output", tmp_path / "card", *FACTS, "--plot")
     assert result.exit_code == 2
     assert f"{name} is to lie in it, and it is a folder" in " ".join(result.stderr.split())
     assert [path.name for path in (tmp_path / "card").iterdir()] == [name]

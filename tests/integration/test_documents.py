@@ -21,7 +21,6 @@ from benchmarks.__main__ import app as benchmarks
 from benchmarks.budgets.table import letters
 from benchmarks.large.command import rows_of
 from hf_offload.cli.main import app
-from hf_offload.cli.plan import PlanGroup
 from hf_offload.integrations.launch import find_config
 from hf_offload.settings.environment import DISABLE_VARIABLE, variable
 from hf_offload.settings.recipes import read_recipe
@@ -65,7 +64,7 @@ def understand(words, app=app):
     while hasattr(command, "commands"):
         if not words:
             return
-        name, *words = command.complete(words) if isinstance(command, PlanGroup) else words
+        name, *words = words
         if any(name in option.opts for option in command.params):
             return
         assert name in command.commands, f"there is no command {name}"
@@ -123,7 +122,7 @@ def trained(words):
         words = words[words.index("hf_offload") + 1 :]
     if words[:1] != ["train"] or len(words) == 1 or words[1].isupper():
         return None
-    copied = "llama/8b_lora_ssd"  # the copy that docs/recipes.md makes
+    copied = "llama/8b_lora_ssd"  # the file that docs/recipes.md makes
     return copied if words[1] == "mine.yaml" else words[1], [word for word in words[2:] if re.match(r"[a-z_.]+=", word)]
 
 
@@ -299,8 +298,6 @@ def test_commands_are_found():
     assert sum(len(commands(path, "hf-offload")) for path in DOCUMENTS) > 60
     with pytest.raises(Exception, match="No such option: --levrs"):
         understand(["plan", "llama-1b", "--levrs"])
-    with pytest.raises(Exception, match="No such option: --plot"):
-        understand(["plan", "modes", "llama-1b", "--plot", "a.png"])
     with pytest.raises(AssertionError, match="no command"):
         understand(["bench", "stesp"])
     with pytest.raises(AssertionError, match="no command"):

@@ -98,7 +98,7 @@ def test_errors_name_it():
 def test_it_is_planned(tmp_path):
     model = ["gpt2-small", *SMALL_GPT2, "--gpu", "rtx4090", "--sequence", "128"]
     alone = json.loads(invoke("plan", *model, "--memory-mode", "momentum", "--json"))
-    table = json.loads(invoke("plan", "modes", *model, "--memory-mode", "none,momentum", "--json"))
+    table = json.loads(invoke("plan", *model, "--modes", "--memory-mode", "none,momentum", "--json"))
     adamw, momentum = table["rows"]
     assert momentum["state_bytes"] == alone["optimizer_state_bytes"] == adamw["state_bytes"] // 2
 

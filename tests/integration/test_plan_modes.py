@@ -389,7 +389,7 @@ def run(*arguments):
     "modes", rows([["none", "badam"], ["none", "adamw_8bit", "galore", "badam", "lora_fa"]], quick=[["none", "badam"]])
 )
 def test_seven_billion_weights_on_24_gb(modes):
-    found = run("modes", "llama-7b", "--memory-mode", ",".join(modes), "--gpu", "rtx4090", "--json")
+    found = run("llama-7b", "--modes", "--memory-mode", ",".join(modes), "--gpu", "rtx4090", "--json")
     assert found.exit_code == 0, found.stderr
     content = json.loads(found.stdout)
     rows = {row["mode"]: row for row in content["rows"]}
@@ -420,7 +420,7 @@ def test_seven_billion_weights_on_24_gb(modes):
 def test_seven_billion_weights_fit_where_they_are_updated_in_backward():
     settings = '{"update_in_backward": true}'
     found = run(
-        "modes", "llama-7b", "--memory-mode", "galore,galore_8bit", "--memory-mode-kwargs", settings, "--gpu",
+        "llama-7b", "--modes", "--memory-mode", "galore,galore_8bit", "--memory-mode-kwargs", settings, "--gpu",
         "rtx4090", "--json",
     )  # fmt: skip
     rows = {row["mode"]: row for row in json.loads(found.stdout)["rows"]}
@@ -437,19 +437,19 @@ GPT2 = [
 
 
 def test_a_mode_that_the_model_cannot_have_is_refused_beside_the_others():
-    found = run("modes", *GPT2, "--json")
+    found = run("--modes", *GPT2, "--json")
     content = json.loads(found.stdout)
     assert [row["mode"] for row in content["rows"]] == [mode for mode in mode_names() if mode not in content["refused"]]
     assert list(content["refused"]) == ["qlora", "galore", "galore_8bit", "apollo"]  # their rank is above 64
     assert "cannot quantise" in content["refused"]["qlora"]
     assert all(row["fits"] and row["largest_batch"] > 1 for row in content["rows"])
-    shown = run("modes", *GPT2, "--memory-mode", "none,qlora")
+    shown = run("--modes", *GPT2, "--memory-mode", "none,qlora")
     assert "recomputed" in shown.stdout
     assert "cannot quantise" in shown.stderr
 
 
 def test_a_row_is_what_the_mode_alone_is_planned_with():
-    table = json.loads(run("modes", *GPT2, "--memory-mode", "frugal,lisa", "--json").stdout)
+    table = json.loads(run("--modes", *GPT2, "--memory-mode", "frugal,lisa", "--json").stdout)
     for row in table["rows"]:
         alone = json.loads(run(*GPT2, "--memory-mode", row["mode"], "--json").stdout)
         baseline = {one["name"]: one for one in alone["predicted"]}["baseline"]
@@ -459,6 +459,6 @@ def test_a_row_is_what_the_mode_alone_is_planned_with():
 
 
 def test_a_smaller_budget_leaves_less_room():
-    shape = ["modes", *GPT2, "--memory-mode", "none", "--json"]
+    shape = ["--modes", *GPT2, "--memory-mode", "none", "--json"]
     roomy, tight = (json.loads(run(*shape, "--memory-budget", budget).stdout)["rows"][0] for budget in ("2GiB", "1GiB"))
     assert roomy["largest_batch"] > 1.5 * tight["largest_batch"] > 0

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.__main__ import app as benchmarks
 from hf_offload.cli.main import app
 
 PAGE = (Path(__file__).parents[2] / "docs" / "published.md").read_text()
@@ -50,8 +51,8 @@ def test_the_table_by_drive_is_what_the_command_predicts():
 @pytest.mark.full
 def test_the_table_of_orders_is_what_the_command_prints():
     page = (Path(__file__).parents[2] / "docs" / "measured_plans.md").read_text()
-    command, table = re.search(r"`hf-offload (plan order [^`]+)`:\n\n(.*?)\n\n", page, re.DOTALL).groups()
-    orders = json.loads(CliRunner().invoke(app, [*shlex.split(command), "--json"]).stdout)["orders"]
+    command, table = re.search(r"`python -m benchmarks (orders [^`]+)`:\n\n(.*?)\n\n", page, re.DOTALL).groups()
+    orders = json.loads(CliRunner().invoke(benchmarks, [*shlex.split(command), "--json"]).stdout)["orders"]
     expected = []
     for one in orders:
         sizes = [f"{one[name] / 2**30:.2f}" for name in ("bound_bytes", "peak_bytes")]
@@ -63,7 +64,7 @@ def test_the_table_of_orders_is_what_the_command_prints():
 def test_the_table_of_memory_modes_is_what_the_command_prints(monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "choosing.md").read_text()
     command, table = re.search(
-        r"`hf-offload (plan modes \S+ --gpu \S+)` shows.*?```\n(.*?)```", page, re.DOTALL
+        r"`hf-offload (plan \S+ --gpu \S+ --modes)` shows.*?```\n(.*?)```", page, re.DOTALL
     ).groups()
     monkeypatch.setenv("COLUMNS", "140")
     printed = CliRunner().invoke(app, shlex.split(command)).stdout.splitlines()

@@ -5,6 +5,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from benchmarks.__main__ import app as benchmarks
 from hf_offload.cli.main import app
 from hf_offload.settings.layers import read_layers
 from hf_offload.settings.recipe_files import find_recipe, layer_names, recipe_names, shipped_name
@@ -47,6 +48,10 @@ model:
 
 def run(*arguments):
     return CliRunner().invoke(app, ["recipes", *map(str, arguments)], env={"COLUMNS": "300"})
+
+
+def predict(*arguments):
+    return CliRunner().invoke(benchmarks, ["predictions", *map(str, arguments)], env={"COLUMNS": "300"})
 
 
 @pytest.fixture
@@ -244,66 +249,6 @@ def test_good_recipes_are_good(tiny):
     assert result.stdout.count(": good") == 3
 
 
-# ---- copy
-
-
-@pytest.mark.parametrize("name", ["llama/8b_lora_ssd", "gpt/demo"])
-@pytest.mark.parametrize("options", [(), ("--merged",)])
-def test_a_copy_is_the_same_recipe_under_another_name(name, options, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = run("copy", name, "mine/own.yaml", *options)
-    assert result.exit_code == 0, result.stderr
-    assert "hf-offload train mine/own.yaml" in result.stdout
-    copy, shipped = load_recipe("mine/own.yaml"), load_recipe(name)
-    for part in ("model", "data", "training", "offload"):
-        assert getattr(copy, part) == getattr(shipped, part)
-    text = (tmp_path / "mine/own.yaml").read_text()
-    assert text.startswith("# hf-offload train mine/own.yaml\n")
-    assert not re.search(rf"(train|plan) {name}\b", text.partition("\n\n")[0])
-    assert ("base:" in text) == (not options and name != "gpt/demo")
-    if name != "gpt/demo":
-        assert "-m hf_offload train mine/own.yaml\n" in text
-        assert "hf-offload plan mine/own.yaml --gpu rtx4090" in text
-
-
-def test_a_copy_has_a_name_of_its_own_and_replaces_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert run("copy", "gpt/demo").exit_code == 0
-    path = tmp_path / "gpt_demo.yaml"
-    path.write_text("mine")
-    result = run("copy", "gpt/demo")
-    assert result.exit_code == 2
-    assert "exists already" in result.stderr
-    assert path.read_text() == "mine"
-    assert run("copy", "gpt/demo", "--force").exit_code == 0
-    assert load_recipe(path).model == load_recipe("gpt/demo").model
-
-
-def test_layers_beside_a_recipe_are_found_from_its_copy(tiny, tmp_path):
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    assert run("copy", tiny, elsewhere).exit_code == 0
-    assert load_recipe(elsewhere / "tiny.yaml").model == load_recipe(tiny).model
-    listed = tiny.with_name("listed.yaml")
-    listed.write_text(TINY.replace("base: _layer", "base:\n  - _layer  # what is shared\n"))
-    assert run("copy", listed, elsewhere).exit_code == 0
-    for name in ("tiny", "listed"):
-        copied = (elsewhere / f"{name}.yaml").read_text()
-        assert yaml.safe_load(copied)["base"] == [str(tiny.with_name("_layer.yaml"))]
-        assert copied.replace(str(elsewhere / f"{name}.yaml"), "tiny.yaml").startswith(TINY.partition("base")[0])
-    assert run("copy", listed, elsewhere, "--merged", "--force").exit_code == 0
-    assert load_recipe(elsewhere / "listed.yaml").model == load_recipe(tiny).model
-
-
-@pytest.mark.parametrize(("target", "part"), [("mine.txt", "end it with .yaml"), ("_mine.yaml", "makes it a layer")])
-def test_a_copy_is_a_recipe(target, part, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = run("copy", "gpt/demo", target)
-    assert result.exit_code == 2
-    assert part in result.stderr
-    assert not list(tmp_path.iterdir())
-
-
 # ---- predict
 
 
@@ -311,30 +256,30 @@ def test_a_prediction_is_written_once_and_found_again(tiny):
     block = "  machine:  # mine\n    gpu: 1GiB  # a small one\n    tflops: 1  # and slow"
     text = TINY.replace("  machine: {gpu: 1GiB, tflops: 1}", block)
     tiny.write_text(text)
-    result = run("predict", tiny)
+    result = predict(tiny)
     assert (result.exit_code, "differs from the recipe's" in result.stdout) == (1, True), result.stderr
     assert tiny.read_text() == text
-    result = run("predict", tiny, "--write")
+    result = predict(tiny, "--write")
     assert (result.exit_code, "(written)" in result.stdout) == (0, True), result.stderr
     written = tiny.read_text()
     found = read_meta(tiny).predicted
     assert (found.peak, found.budget) == ("0.00 GiB", "0.90 GiB")
     block = re.search(r"  predicted:\n(    \w+: .*\n)+", written)[0]
     assert written.replace(block, "", 1) == text
-    assert run("predict", tiny).exit_code == 0
+    assert predict(tiny).exit_code == 0
     tiny.write_text(written.replace("per_device_train_batch_size: 2", "per_device_train_batch_size: 400"))
-    changed = run("predict", tiny)
+    changed = predict(tiny)
     assert changed.exit_code == 1
-    assert run("predict", tiny, "--write").exit_code == 0
+    assert predict(tiny, "--write").exit_code == 0
     assert tiny.read_text().count("predicted:") == 1
     assert read_meta(tiny).predicted.peak != found.peak
 
 
 def test_a_prediction_says_that_a_step_is_several_micro_batches(tiny):
-    alone = run("predict", tiny).stdout
+    alone = predict(tiny).stdout
     time = re.search(r", step (.*?);", alone)[1]
     tiny.write_text(TINY.replace("max_steps: 1", "max_steps: 1, gradient_accumulation_steps: 3"))
-    assert run("predict", tiny).stdout == alone.replace(f"step {time}", f"{time} a micro-batch, 3 a step")
+    assert predict(tiny).stdout == alone.replace(f"step {time}", f"{time} a micro-batch, 3 a step")
 
 
 @pytest.mark.parametrize(
@@ -348,7 +293,7 @@ def test_a_prediction_says_that_a_step_is_several_micro_batches(tiny):
 )
 def test_a_recipe_that_names_no_machine(tiny, machine, part):
     tiny.write_text(TINY.replace("machine: {gpu: 1GiB, tflops: 1}", machine))
-    result = run("predict", tiny)
+    result = predict(tiny)
     assert result.exit_code == 1
     assert part in result.stderr
 
@@ -357,7 +302,7 @@ def test_a_prediction_needs_a_line_of_its_own(tiny):
     flow = "meta: {machine: {gpu: 1GiB, tflops: 1}}\nbase"
     text = TINY.partition("meta")[0] + flow + TINY.partition("base")[2]
     tiny.write_text(text)
-    result = run("predict", tiny, "--write")
+    result = predict(tiny, "--write")
     assert result.exit_code == 1
     assert "a mapping with a line for each key" in result.stderr
     assert tiny.read_text() == text
@@ -366,14 +311,14 @@ def test_a_prediction_needs_a_line_of_its_own(tiny):
 def test_a_recipe_that_does_not_fit_its_card_has_no_prediction(tiny):
     tiny.write_text(TINY.replace("vocab_size: 64", "").replace("sequence_length: 16", "sequence_length: 32"))
     (tiny.with_name("_layer.yaml")).write_text(LAYER.replace("vocab_size: 64", "vocab_size: 4000000"))
-    result = run("predict", tiny)
+    result = predict(tiny)
     assert result.exit_code == 1
     assert "does not fit a card with 1.00 GiB" in result.stderr
 
 
 def test_predict_wants_names_or_all():
     for arguments in ((), ("--all", "gpt/demo")):
-        assert run("predict", *arguments).exit_code == 2
+        assert predict(*arguments).exit_code == 2
 
 
 def assert_true(name):

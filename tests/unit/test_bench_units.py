@@ -1,4 +1,4 @@
-"""Parts of the benchmark that need no run: strategies, rows, the Pareto front."""
+"""Parts of the benchmark that need no run: strategies and rows."""
 
 import dataclasses
 
@@ -9,8 +9,6 @@ from hf_offload.bench.cell import CRASHED, DONE, CellResult
 from hf_offload.bench.results import Case, Cell, Results
 from hf_offload.bench.strategies import find_strategy, parse_strategies, strategy_names
 from hf_offload.bench.tables import footnotes, identity, markdown
-from hf_offload.reports.formats import csv_text
-from hf_offload.reports.plots import Point, pareto_front, plot_pareto
 from tests.helpers.bench_recipes import RANDOM_RECIPE, TINY_MODEL, fake_report
 
 # ----------------------------------------------------------------------------------------------------------- strategies
@@ -38,15 +36,15 @@ def test_a_strategy_sets_everything_it_is_about_whatever_the_recipe_says(path, n
     assert recipe.offload.tier == tier
     assert recomputes(recipe) is ("recompute" in name)
     assert bool(recipe.offload.directories) == (tier in ("ssd", "auto"))
-    assert recipe.offload.ram_budget == (1 << 30 if name in ("ours:ram", "ours:spill", "ours:auto") else None)
+    budgets = {"ours:ram": 1 << 30, "ours:auto": 1 << 30, "ours:spill": 512 << 20}
+    assert recipe.offload.ram_budget == budgets.get(name)
     kwargs = [value for key, value in recipe.training.items() if key.endswith("checkpointing_kwargs")]
     assert kwargs == ([{"offload": True}] if name == "recompute+offload" else [])
     assert find_strategy(name).source
 
 
-def test_spill_has_a_budget_of_its_own_where_the_recipe_has_none(path):
-    assert find_strategy("ours:spill").load(path, []).offload.ram_budget == 512 << 20
-    assert find_strategy("ours:spill").load(path, ["offload.ram_budget=1MiB"]).offload.ram_budget == 1 << 20
+def test_spill_takes_its_ram_after_an_at_sign(path):
+    assert find_strategy("ours:spill@1MiB").load(path, ["offload.ram_budget=1GiB"]).offload.ram_budget == 1 << 20
 
 
 def test_a_window_fixes_the_read_ahead(path):
@@ -65,8 +63,8 @@ def test_who_has_to_match_whom():
 
 
 def test_names_are_kept_in_order_and_aliases_resolved():
-    chosen = parse_strategies("ours:disk, baseline", read_ahead="1MiB, 2MiB")
-    assert [strategy.name for strategy in chosen] == ["ours:ssd", "baseline", "ours:ssd@1MiB", "ours:ssd@2MiB"]
+    chosen = parse_strategies("ours:disk, baseline, ours:nvme@1MiB")
+    assert [strategy.name for strategy in chosen] == ["ours:ssd", "baseline", "ours:ssd@1MiB"]
     assert [strategy.name for strategy in parse_strategies("ours:ram", reference=False)] == ["ours:ram"]
 
 
@@ -79,7 +77,6 @@ def results(*runs, rounds=1):
     """``runs`` are (strategy, round, report or result)."""
     cells = [
         Cell(
-            CASE,
             find_strategy(name),
             number,
             "auto",
@@ -87,7 +84,7 @@ def results(*runs, rounds=1):
         )
         for name, number, run in runs
     ]
-    return Results([], "auto", rounds, cells=cells)
+    return Results(CASE, [], "auto", rounds, cells=cells)
 
 
 def test_ratios_are_medians_of_each_rounds_ratio_with_their_spread():
@@ -103,7 +100,6 @@ def test_ratios_are_medians_of_each_rounds_ratio_with_their_spread():
     assert (row.step_s, row.step_s_min, row.step_s_max) == (6.0, 2.0, 10.0)
     assert (row.peak_bytes, row.peak_ratio, row.peak_ratio_min) == (10_000_000, 1, 1)
     assert row.stall_s_per_run == 1.0
-    assert "glibc-tuned" in csv_text([row])
     line = "| ours:ssd | +10 MB | 1.000 | 6.00 s | 2.000 | 2.000..3.000 | - | 0.50000 | glibc-tuned | identical |"
     assert line in markdown(compared)
     assert "3 rounds" in " ".join(footnotes(compared))
@@ -122,7 +118,7 @@ def test_a_round_that_crashed_is_named_beside_the_others():
         rounds=2,
     )
     assert "| identical; one round crashed (E: x) |" in markdown(compared)
-    assert compared.problems() == ["r 2 x 32, ours:ssd, round 2: E: x"]
+    assert compared.problems() == ["ours:ssd, round 2: E: x"]
 
 
 @pytest.mark.parametrize(("name", "why"), [("ours:ssd+tiled", "other rounding"), ("ours:sampled", "estimates")])
@@ -152,47 +148,3 @@ def test_a_row_has_the_fields_of_its_model_also_where_none_was_built():
     facts = dataclasses.asdict(TINY_MODEL)
     assert with_model.items() >= facts.items()
     assert all(without[name] is None for name in facts)
-
-
-# ------------------------------------------------------------------------------------------------------------- pictures
-
-
-def points(*values):
-    return [Point(name, peak, step) for name, peak, step in values]
-
-
-def test_the_front_holds_what_nothing_else_beats():
-    baseline, ours, worse, equal = points(("baseline", 9, 1), ("ours", 2, 2), ("worse", 3, 2.5), ("equal", 9, 1.0))
-    assert pareto_front([baseline, worse, ours]) == [ours, baseline]
-    assert pareto_front([baseline, equal]) == [baseline]
-    assert pareto_front([worse]) == [worse]
-
-
-def test_labels_of_a_crowded_plot_do_not_overlap(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    from matplotlib.axes import Axes
-
-    notes = []
-    original = Axes.annotate
-
-    def annotate(self, text, *args, **kwargs):
-        notes.append(original(self, text, *args, **kwargs))
-        return notes[-1]
-
-    monkeypatch.setattr(Axes, "annotate", annotate)
-    crowd = points(
-        *((f"ours:ssd@{n}MiB", 1e8 + n * 1e5, 5 + n / 1000) for n in range(0, 120, 12)), ("baseline", 9e8, 4.9)
-    )
-    plot_pareto(crowd, "a long title " * 20, tmp_path / "p.png")
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    assert {note.get_text() for note in notes} == {point.name for point in crowd}
-    renderer = notes[0].figure.canvas.get_renderer()
-    boxes = []
-    for note in notes:
-        note.update_positions(renderer)
-        boxes.append(type(note).__mro__[1].get_window_extent(note, renderer))
-    frame = notes[0].axes.get_window_extent(renderer)
-    for i, box in enumerate(boxes):
-        assert frame.x0 <= box.x0
-        assert box.x1 <= frame.x1
-        assert not any(box.overlaps(other) for other in boxes[:i])

@@ -1,4 +1,4 @@
-"""Config files of accelerate with a section of ours: how they are found, read, asked for, and handed on."""
+"""Config files of accelerate with a section of ours: how they are found, read, written, and handed on."""
 
 import json
 import math
@@ -307,39 +307,51 @@ def test_what_is_false_in_accelerates_yaml_is_false_here(text, number, launched,
     assert config == {"distributed_type": "NO", "same_network": number == "true", "use_cpu": number == "true"}
 
 
-# ---------------------------------------------------------------------------------------------------------------- asking
+# --------------------------------------------------------------------------------------------------------------- writing
 
 
-def ask(tmp_path, *answers):
+def written(tmp_path, *words):
     target = tmp_path / "made" / "c.yaml"
-    command = ["config", "--config_file", str(target)]
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, command, input="\n".join(answers) + "\n")
-    return result, target
+    return CliRunner().invoke(app, ["config", *words, "--config_file", str(target)]), target
 
 
-def test_answers_become_a_file_that_can_be_launched(tmp_path, launched):
-    result, target = ask(tmp_path, "fsdp2", "4", "bf16", "auto", str(tmp_path), "20GiB", "64GiB", "on")
+def test_a_file_with_changes_can_be_launched(tmp_path, launched):
+    changes = [
+        "offload.tier=auto",
+        f"offload.directory={tmp_path}",
+        "offload.memory_budget=20GiB",
+        "offload.tiled_loss=on",
+    ]
+    result, target = written(tmp_path, "fsdp2", "num_processes=4", "mixed_precision=bf16", *changes)
     assert result.exit_code == 0, result.output
-    assert f"hf-offload launch --config_file {target} train.py" in result.stdout.replace("\n", "")
+    assert f"hf-offload launch --config_file {target} train.py" in result.stdout
     launch(["--config_file", str(target), "train.py"])
     _, config, environ = launched[0]
-    assert (config["num_processes"], config["fsdp_config"]["fsdp_version"]) == (4, 2)
-    expected = {"TIER": "auto", "DIRECTORY": str(tmp_path), "MEMORY_BUDGET": "20GiB", "RAM_BUDGET": "64GiB"}
+    assert (config["num_processes"], config["mixed_precision"], config["fsdp_config"]["fsdp_version"]) == (4, "bf16", 2)
+    expected = {"TIER": "auto", "DIRECTORY": str(tmp_path), "MEMORY_BUDGET": "20GiB", "TILED_LOSS": "on"}
     assert {name: environ[f"HF_OFFLOAD_{name}"] for name in expected} == expected
-    assert environ["HF_OFFLOAD_TILED_LOSS"] == "on"
 
 
-def test_return_alone_takes_what_is_proposed(tmp_path):
-    result, target = ask(tmp_path, *[""] * 8)
+def test_without_changes_it_is_the_file_of_the_package(tmp_path):
+    result, target = written(tmp_path)
     assert result.exit_code == 0, result.output
-    assert yaml.safe_load(target.read_text())[SECTION] == {"tier": "auto"}
+    assert yaml.safe_load(target.read_text()) == read_config(find_config("single"))
 
 
-def test_wrong_answers_are_asked_again_or_refused(tmp_path):
-    result, target = ask(tmp_path, "mpi", "single", "n", "no", "auto", "", "a lot", "", "off")
-    assert "select one of the available options" in result.stdout
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["mpi"], "no config file 'mpi'"),
+        (["single", "offload.memory_budget=a lot"], "memory_budget='a lot' is not a size"),
+        (["single", "offload.teir=ssd"], "unknown key 'teir'"),
+        (["single", "num_proceses=2"], "num_proceses"),
+        (["single", "tier"], "is not an override"),
+    ],
+)
+def test_wrong_changes_are_refused(tmp_path, words, part):
+    result, target = written(tmp_path, *words)
     assert result.exit_code == 2
-    assert "memory_budget='a lot' is not a size" in " ".join(result.stderr.split())
+    assert part in " ".join(result.stderr.split())
     assert not target.exists()
 
 

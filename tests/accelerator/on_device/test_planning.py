@@ -8,7 +8,6 @@ from hf_offload import OffloadConfig, OffloadConfigError, attach
 from hf_offload.planning import hardware, measuring
 from hf_offload.planning.hardware import measure_hardware
 from hf_offload.planning.machine import probe_machine
-from hf_offload.reports import self_test
 from hf_offload.storage.host_memory import RAM_SHARE, default_ram_budget, ram_bytes
 
 DEVICE = torch.device("late:1")
@@ -133,16 +132,6 @@ def test_memory_that_cannot_be_pinned_leaves_tensors_where_they_are(late, caplog
     session.detach()
     assert all(map(torch.equal, expected, [parameter.grad.cpu() for parameter in model.parameters()]))
     assert "no memory can be pinned" in caplog.text
-
-
-def test_the_self_test_passes_on_a_device_that_is_late(late, monkeypatch, tmp_path):
-    monkeypatch.setattr(self_test, "_SIZES", (1, 4097, 70_003))
-    monkeypatch.setattr(self_test, "_WIDTH", 32)
-    monkeypatch.setattr(self_test, "_STALL", 32)
-    late.reseed(0)
-    checks = self_test.run_checks([tmp_path], torch.device("late:0"))
-    assert [check for check in checks if not check.passed] == []
-    assert len(checks) == 7
 
 
 @pytest.mark.parametrize("looks", [False, True])

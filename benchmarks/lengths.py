@@ -2,13 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+from rich.markup import escape
+
+from benchmarks.console import names_of
+from hf_offload.cli.console import clear_errors, make_table, print_table, spinner, write_json
+from hf_offload.cli.options import Json, Overrides
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.forecast.scaling import Family
 from hf_offload.forecast.workload import Workload, count_workload
+from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.plan.footprint import Footprint
-from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
+from hf_offload.plan.hardware import BUDGET_SHARE, Hardware, describe_hardware
 from hf_offload.plan.holding import IN_MEMORY, Held
 from hf_offload.plan.places import Allowed, problem_of
 from hf_offload.plan.plan import Placement
@@ -116,3 +123,35 @@ def _longest(family: Family, hardware: Hardware, batch: int, lever: Lever) -> in
         )
 
     return largest(fits, 1024, _MOST_TOKENS)
+
+
+def lengths(
+    model: Annotated[str, typer.Argument(help="A model, as `hf-offload plan` takes it.")],
+    overrides: Overrides = None,
+    gpus: Annotated[str, typer.Option(help="GPUs, separated by commas.")] = "rtx4090,l40s,h100-80gb,h200",
+    batch: Annotated[int | None, typer.Option(help="Rows of a micro-batch. Default: the recipe's, or 1.")] = None,
+    ram: Annotated[str | None, typer.Option(help="RAM that activations may take, such as 64GB.")] = None,
+    ssd: Annotated[str | None, typer.Option(help="Bandwidth of the drive, such as 5GB/s.")] = None,
+    disk: Annotated[str | None, typer.Option(help="Disk space that activations may take, such as 500GB.")] = None,
+    json: Json = False,
+) -> None:
+    """Show the longest row that fits each of several GPUs, with one measure on top of the other."""
+    with clear_errors():
+        workload = find_workload(model, overrides or [], batch=batch)
+        machines = [describe_hardware(gpu, ram=ram, ssd=ssd, disk=disk) for gpu in names_of(gpus)]
+        with spinner("Counting") as show:
+            found = pull_levers(workload, machines, lambda name: show(f"Counting: {name}"))
+    names = [machine.name for machine in machines]
+    if json:
+        rows = [{"lever": one.lever, "tokens": dict(zip(names, one.tokens, strict=True))} for one in found]
+        write_json({"model": workload.name, "batch": workload.batch, "levers": rows})
+        return
+    table = make_table(
+        f"{workload.name}: tokens of the longest row that fits, batch {workload.batch}",
+        ("in addition", *names),
+        f"Predicted; 90 % of a GPU's memory. Loss in {PIECES[0]} pieces, MLPs in {PIECES[1]}. -: weights, gradients and "
+        "optimizer state alone do not fit. What the blocks' inputs may take of RAM and disk: --ram and --disk.",
+    )
+    for one in found:
+        table.add_row(escape(one.lever), *(f"{tokens:,}" if tokens else "-" for tokens in one.tokens))
+    print_table(table)
