@@ -10,7 +10,7 @@ from hf_offload import OffloadConfig, StorageError, attach
 from hf_offload.state.optimizer import streaming_of
 from hf_offload.state.update import Updates
 from tests.faults.failing_calls import Faults
-from tests.helpers.streamed import batch, mlp, same, stream_in_parts
+from tests.helpers.train import batch, mlp, same, stream_in_parts
 
 
 def training(place="ssd", folder=None, defers=False, **settings):

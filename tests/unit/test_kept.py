@@ -16,7 +16,7 @@ from hf_offload.snapshots.memory import MemoryFile, damage_of
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.kept import Kept, KeptRange
 from hf_offload.storage.service import RunStorage
-from tests.helpers.streamed import Run, copied, mlp, same, stream_in_parts, train
+from tests.helpers.train import Run, copied, mlp, same, stream_in_parts, train
 
 COUNT = 1_000_123
 """No multiple of a block: the ends stay in memory."""
