@@ -3,7 +3,6 @@
 import copy
 import errno
 import gc
-import io
 import os
 import signal
 import threading
@@ -17,6 +16,7 @@ from hf_offload.optimizers.blockwise import BlockwiseConfig, BlockwiseOptimizer
 from hf_offload.storage import disk_io
 from hf_offload.storage.wear import drive_of, read_wear
 from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
+from tests.helpers.train import saved_and_loaded, take_steps
 
 SETTINGS = {"order": "ascending", "outside": "turns", "switch_every": 2}
 TURNS = 5  # embeddings, two blocks, norm, head
@@ -33,10 +33,7 @@ def build(config, dtype=torch.float32, kind=torch.optim.AdamW, **options):
 
 
 def train(model, optimizer, steps, first=0):
-    for step in range(first, first + steps):
-        model(**tiny_batch("llama", seed=step)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(model, optimizer, [tiny_batch("llama", seed=step) for step in range(first, first + steps)])
 
 
 def tier_of(optimizer):
@@ -56,13 +53,6 @@ def assert_equal(found, expected):
         assert torch.equal(found, expected)
     else:
         assert found == expected
-
-
-def saved_and_loaded(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 # -- the same bits ----------------------------------------------------------------------------------------------------
