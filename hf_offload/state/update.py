@@ -185,7 +185,7 @@ class Updates:
         while update.done < len(spans):
             span = [at // size for at in spans[update.done]]
             target = flat[slice(*span)].detach()
-            its: dict[str, Any] = state.get(parameter) or {}
+            its: dict[str, Any] = state.get(parameter, {})  # which others may hold, also while it is empty
             parts = {} if _are_new(its) else {key: _Part.of(value, parameter, *span) for key, value in its.items()}
             gradient = _Part.of(update.gradient, parameter, *span)
             assert gradient is not None

@@ -13,7 +13,7 @@ from hf_offload.errors import OffloadError
 from tests.faults.numbered_steps import STEPS, values_in_memory
 from tests.faults.test_interrupts import Points
 from tests.helpers.package_threads import OurThreads
-from tests.helpers.streamed import same
+from tests.helpers.train import same
 
 TIMEOUT_S = 60
 SIGNALS = 200

@@ -3,8 +3,8 @@
 import torch
 
 from hf_offload import OffloadConfig, attach
-from tests.helpers.streamed import copied
 from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.train import copied
 
 SMALLEST = 512  # bytes: of the tiny model, weights of layers leave memory and biases do not
 STEPS = 3

@@ -13,7 +13,7 @@ from hf_offload.state.parts import Parts
 from hf_offload.state.shadow import Shadow
 from hf_offload.state.update import Updates
 from tests.faults.failing_calls import Faults
-from tests.helpers.streamed import batch, mlp, same, stream_in_parts
+from tests.helpers.train import batch, mlp, same, stream_in_parts
 
 
 def training(place="ssd", folder=None, defers=False, **settings):

@@ -13,7 +13,7 @@ from tests.faults.failing_calls import ALL, EIO, Faults
 from tests.faults.interrupted import used_bytes
 from tests.faults.numbered_steps import PARKED, Training, values_in_memory
 from tests.helpers.parked import leave_memory
-from tests.helpers.streamed import same
+from tests.helpers.train import same
 
 
 @pytest.fixture(scope="module")

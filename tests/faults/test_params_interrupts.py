@@ -116,7 +116,9 @@ def test_an_array_that_is_made_after_ctrl_c_has_the_weight(phase, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["in_memory", "streamed", "in_backward"], indirect=True)  # evaluation's own loop has modes
+@pytest.mark.parametrize(
+    "kind", ["in_memory", "streamed", "in_backward"], indirect=True
+)  # evaluation's own loop has modes
 def test_two_hundred_ctrl_cs_at_random_moments_of_a_step_lose_no_weight(interrupted):
     check_random(interrupted, SIGNALS)
 

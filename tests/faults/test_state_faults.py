@@ -9,7 +9,7 @@ from hf_offload.state.optimizer import streaming_of
 from tests.faults.failing_calls import ALL, EIO, ENOSPC, Faults, Hang
 from tests.faults.numbered_steps import PARKED, STEPS, STREAMED, Training, values_in_memory
 from tests.helpers.parked import leave_memory
-from tests.helpers.streamed import same
+from tests.helpers.train import same
 
 KINDS = {"streamed": STREAMED, "weights": PARKED, "both": PARKED | {"optimizer": "ssd"}}
 

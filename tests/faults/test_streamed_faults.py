@@ -12,7 +12,7 @@ from hf_offload.session import attached_session
 from hf_offload.state.optimizer import streaming_of
 from tests.faults.failing_calls import ALL, EIO, Faults
 from tests.faults.numbered_steps import STEPS, STREAMED, Training, values_in_memory
-from tests.helpers.streamed import same
+from tests.helpers.train import same
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from hf_offload.state.optimizer import streaming_of
 from tests.faults.interrupted import SIGNALS, Interrupted, check_all, check_random, check_some, used_bytes
 from tests.faults.numbered_steps import STREAMED, Training
-from tests.helpers.streamed import same
+from tests.helpers.train import same
 
 QUICK_POINTS = 8
 

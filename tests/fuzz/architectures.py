@@ -23,7 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_offload import OffloadConfig
 from hf_offload.session import attach
-from tests.helpers.streamed import copied, same
+from tests.helpers.train import copied, same
 
 _VOCABULARY, _LENGTH, _IMAGE = 96, 16, 16
 _MOST_WEIGHTS = 20_000_000

@@ -26,7 +26,7 @@ from hf_offload.state import setting
 from hf_offload.state.optimizer import streaming_of
 from tests.fuzz.training import Stumbled, Trains
 from tests.helpers.seed_search import try_seeds
-from tests.helpers.streamed import copied, same
+from tests.helpers.train import copied, same
 from tests.helpers.unusual_optimizers import Factored, FillsGradients, HasFactor, TrustRatio, WritesGradients
 
 KINDS: list[Callable[..., torch.optim.Optimizer]] = [

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.fuzz.architectures import UnsuitedError, architectures, differences, in_memory, run
-from tests.helpers.streamed import same
+from tests.helpers.train import same
 
 FEW = ("bloom", "umt5", "vit_msn")
 

@@ -36,13 +36,6 @@ class HasFactor(Unusual):
         parameter.sub_(parameter.grad, alpha=group["lr"] * float(self.factor + 0.0))
 
 
-class ReadsParameters(Unusual):
-    """Reads an attribute of parameters."""
-
-    def update(self, parameter, state, group):
-        parameter.sub_(parameter.grad, alpha=group["lr"] * getattr(parameter, "scale", 1.0))
-
-
 class TrustRatio(Unusual):
     """Its steps are as long as the parameter."""
 
@@ -63,16 +56,6 @@ class Factored(Unusual):
         else:
             square = state["all"] = state.get("all", 0) * 0.9 + square
         parameter.sub_(parameter.grad / (square.sqrt() + 1e-3), alpha=group["lr"])
-
-
-class NormalizesConvolutions(Unusual):
-    """Each filter of a convolution makes steps of length 1."""
-
-    def update(self, parameter, state, group):
-        gradient = parameter.grad
-        if parameter.dim() == 4:
-            gradient = gradient / torch.linalg.vector_norm(gradient, dim=(1, 2, 3), keepdim=True)
-        parameter.sub_(gradient, alpha=group["lr"])
 
 
 class WritesGradients(Unusual):

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import logging
 import os
 import pickle
@@ -27,7 +28,9 @@ from hf_offload import (
 from hf_offload.integrations.accelerate import attached_accelerators
 from hf_offload.run import switch_on
 from hf_offload.session import attached_session
+from tests.helpers.tables import rows
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
+from tests.helpers.train import same
 
 METHODS = dict(vars(Accelerator))
 
@@ -103,44 +106,44 @@ def by_their_own_methods(accelerator, model, optimizer, loader, scheduler):
     )
 
 
+PREPARE = [together, one_by_one, backwards, by_their_own_methods]
+SETTINGS = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "bf16": {"mixed_precision": "bf16"},
+    "compiled": {"dynamo_backend": "eager"},
+}
+STREAMED = {"tier": "none", "optimizer": "ssd"}
+LOOPS = [
+    (name, prepare, offloading)
+    for name, prepare, offloading in itertools.product(SETTINGS, PREPARE, ({}, STREAMED))
+    if not (name == "compiled" and offloading)
+]
+# Every way to prepare without settings, and all settings prepared together.
+QUICK_LOOPS = [row for row in LOOPS if row[0] == "plain" or row[1] is together]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.compile's own
-@pytest.mark.parametrize("prepare", [together, one_by_one, backwards, by_their_own_methods])
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"gradient_accumulation_steps": 2}, {"mixed_precision": "bf16"}, {"dynamo_backend": "eager"}],
-    ids=["plain", "accumulation", "bf16", "compiled"],
-)
-def test_a_loop_computes_the_same_bits(settings, prepare, plugin):
+@pytest.mark.parametrize(("name", "prepare", "offloading"), rows(LOOPS, quick=QUICK_LOOPS))
+def test_a_loop_computes_the_same_bits(name, prepare, offloading, tmp_path):
+    settings = SETTINGS[name]
     expected = loop(Accelerator(cpu=True, **settings), prepare)
+    plugin = OffloadPlugin(**{"tier": "ssd", "directory": tmp_path, "min_bytes": 0, **offloading})
     accelerator = plugin.accelerator(cpu=True, **settings)
     found = loop(accelerator, prepare)
-    assert found[0] == expected[0]
-    assert all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
+    assert same(expected[:2], found[:2])
     stats = session_of(accelerator).stats
-    assert stats.total.offloaded_bytes > 0
+    if offloading:
+        assert all(stats.accounts[name]["ssd"].written_bytes > 0 for name in ("optimizer state", "gradients"))
+    else:
+        assert stats.total.offloaded_bytes > 0
     assert stats.ended_steps == 4 // settings.get("gradient_accumulation_steps", 1)  # optimizers end steps
 
 
-@pytest.mark.parametrize("prepare", [together, one_by_one, backwards, by_their_own_methods])
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"gradient_accumulation_steps": 2}, {"mixed_precision": "bf16"}],
-    ids=["plain", "accumulation", "bf16"],
-)
-def test_streamed_state_has_the_same_bits(settings, prepare, tmp_path):
-    expected = loop(Accelerator(cpu=True, **settings), prepare)
-    plugin = OffloadPlugin(tier="none", optimizer="ssd", directory=tmp_path, min_bytes=0)
-    accelerator = plugin.accelerator(cpu=True, **settings)
-    found = loop(accelerator, prepare)
-    assert found[0] == expected[0]
-    assert all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
-    accounts = session_of(accelerator).stats.accounts
-    assert all(accounts[name]["ssd"].written_bytes > 0 for name in ("optimizer state", "gradients"))
-
-
-def test_streamed_state_is_saved_and_resumed(tmp_path):
+@pytest.mark.parametrize("offloading", [{}, STREAMED], ids=["activations", "state"])
+def test_a_run_that_is_saved_loaded_and_continued_goes_on_as_if_nothing_had_happened(offloading, tmp_path):
     expected = loop(Accelerator(cpu=True), together, steps=6, dropout=0.0)
-    settings = {"tier": "none", "optimizer": "ssd", "directory": tmp_path, "min_bytes": 0}
+    settings = {"tier": "ssd", "directory": tmp_path, "min_bytes": 0, **offloading}
     accelerator = OffloadPlugin(**settings).accelerator(cpu=True)
 
     def save(step):
@@ -149,16 +152,15 @@ def test_streamed_state_is_saved_and_resumed(tmp_path):
 
     found = loop(accelerator, together, steps=6, after_step=save, dropout=0.0)
     assert found[0] == expected[0]
+
+    def prepare_and_load(accelerator, *objects):
+        model, optimizer, loader, scheduler = accelerator.prepare(*objects)
+        accelerator.load_state(str(tmp_path / "state"))
+        return model, optimizer, accelerator.skip_first_batches(loader, 2), scheduler
+
     for again in (OffloadPlugin(**settings).accelerator(cpu=True), Accelerator(cpu=True)):
-
-        def prepare_and_load(accelerator, *objects):
-            model, optimizer, loader, scheduler = accelerator.prepare(*objects)
-            accelerator.load_state(str(tmp_path / "state"))
-            return model, optimizer, accelerator.skip_first_batches(loader, 2), scheduler
-
         resumed = loop(again, prepare_and_load, steps=6, dropout=0.0)
-        assert resumed[0] == expected[0][2:]
-        assert all(torch.equal(resumed[1][name], tensor) for name, tensor in expected[1].items())
+        assert same([expected[0][2:], expected[1]], [resumed[0], resumed[1]])
 
 
 def test_attaching_after_prepare(plugin):
@@ -177,29 +179,6 @@ def test_a_budget(tmp_path):
     accelerator = OffloadPlugin(tier="auto", memory_budget="1GiB", directory=tmp_path).accelerator(cpu=True)
     assert loop(accelerator, together)[0] == loop(Accelerator(cpu=True), together)[0]
     assert session_of(accelerator).forecast.measured_peak_bytes
-
-
-def test_saving_and_resuming(plugin, tmp_path):
-    """A run that is saved after two steps, loaded and continued goes on as if nothing had happened."""
-    expected = loop(Accelerator(cpu=True), together, steps=6, dropout=0.0)
-    accelerator = plugin.accelerator(cpu=True)
-
-    def save(step):
-        if step == 1:
-            accelerator.save_state(str(tmp_path / "state"))
-
-    found = loop(accelerator, together, steps=6, after_step=save, dropout=0.0)
-    assert found[0] == expected[0]
-
-    def prepare_and_load(accelerator, *objects):
-        model, optimizer, loader, scheduler = accelerator.prepare(*objects)
-        accelerator.load_state(str(tmp_path / "state"))
-        return model, optimizer, accelerator.skip_first_batches(loader, 2), scheduler
-
-    again = OffloadPlugin(tier="ssd", directory=tmp_path, min_bytes=0).accelerator(cpu=True)
-    resumed = loop(again, prepare_and_load, steps=6, dropout=0.0)
-    assert resumed[0] == expected[0][2:]
-    assert all(torch.equal(resumed[1][name], tensor) for name, tensor in expected[1].items())
 
 
 def test_an_unwrapped_model_is_the_script_s_own(plugin):

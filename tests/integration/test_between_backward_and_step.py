@@ -5,7 +5,6 @@ error.
 import pytest
 import torch
 import transformers
-from torch.utils.checkpoint import checkpoint
 
 from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
 from hf_offload.errors import OffloadError
@@ -162,6 +161,7 @@ def trained(tmp_path, place, kind=transformers.Trainer, callback=None):
 
 WAYS = {
     "callback": (transformers.Trainer, Halves),
+    "reads late": (transformers.Trainer, ReadsLate),
     "rate": (transformers.Trainer, LowersRate),
     "training_step": (HalvesItself, lambda: None),
     "own backward": (transformers.Trainer, GoesBackItself),
@@ -185,13 +185,6 @@ def test_a_trainer_whose_code_acts_before_the_step_has_the_bits_of_the_run_in_me
     assert found == losses
     assert all(map(torch.equal, streamed, weights))
     assert getattr(other, "found", None) == getattr(plain, "found", None)
-
-
-def test_a_callback_that_reads_gradients_after_the_step_finds_those_of_the_run_in_memory(tmp_path):
-    plain, streamed = ReadsLate(), ReadsLate()
-    trained(tmp_path, "none", callback=plain)
-    trained(tmp_path, "ssd", callback=streamed)
-    assert streamed.found == plain.found
 
 
 @pytest.mark.parametrize("added", [Halves, LowersRate, of_an_instance])
@@ -246,30 +239,3 @@ def test_a_loop_that_promised_not_to_and_acts_before_the_step_ends_in_an_error(a
     with pytest.raises(OffloadError, match=r"max_grad_norm(=1e9)?, which"):
         act(optimizer, weight)
         optimizer.step()
-
-
-@pytest.mark.parametrize("uses", [1, 3])
-def test_a_block_that_reentrant_checkpoints_use_more_than_once_has_the_bits_of_the_run_in_memory(uses, tmp_path):
-    def train(config):
-        torch.manual_seed(0)
-        first, block = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
-        model = torch.nn.Sequential(first, block)
-        optimizer = torch.optim.AdamW(model.parameters())
-        session = None if config is None else attach(model, config)
-        if session is not None:
-            session.prepare_optimizer(optimizer)
-            session.update_in_backward(True)
-        for _ in range(3):
-            hidden = first(torch.randn(4, 32))
-            for _ in range(uses):
-                hidden = checkpoint(block, hidden, use_reentrant=True)
-            hidden.square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        weights = [each.detach().clone() for each in model.parameters()]
-        if session is not None:
-            session.detach()
-        return weights
-
-    config = OffloadConfig(tier="none", optimizer="ssd", min_bytes=512, directory=tmp_path)
-    assert all(map(torch.equal, train(config), train(None)))

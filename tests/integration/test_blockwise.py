@@ -12,6 +12,7 @@ from hf_offload import OffloadConfig, OffloadConfigError, attach, offload_activa
 from hf_offload.optimizers.blockwise import BlockwiseConfig, BlockwiseOptimizer, release
 from tests.helpers.gloo_processes import assert_done, run_in_processes
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
+from tests.helpers.train import assert_same
 
 PROCESSES = 2
 BADAM = BlockwiseConfig.badam(switch_every=1, seed=1)
@@ -34,12 +35,6 @@ def train(model, optimizer, steps, batches=1, first=0):
             (model(**tiny_batch("llama", seed=step * batches + part)).loss / batches).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
 
 
 # -- Accelerate and the Trainer ---------------------------------------------------------------------------------------
@@ -75,7 +70,7 @@ def test_accelerate_saves_and_loads_a_state(tmp_path):
             accelerator.load_state(tmp_path)
         train(model, optimizer, steps, first=first)
         accelerator.save_state(tmp_path, safe_serialization=False)
-    assert_equal(weights(model), weights(whole))
+    assert_same(weights(model), weights(whole))
 
 
 def run_trainer(folder, config, steps, resume=None, **arguments):
@@ -101,7 +96,7 @@ def test_the_trainer_resumes_bit_for_bit(config, tmp_path):
     model, optimizer = run_trainer(tmp_path, config, 8)
     assert optimizer.turn == 8 // config.switch_every
     resumed, _ = run_trainer(tmp_path / "again", config, 8, resume=str(tmp_path / "checkpoint-3"))
-    assert_equal(weights(resumed), weights(model))
+    assert_same(weights(resumed), weights(model))
     before = weights(tiny_model("llama", dropout=0.1))
     assert any(not torch.equal(tensor, before[name]) for name, tensor in weights(model).items())
 
@@ -136,7 +131,7 @@ def test_a_compiled_model_is_compiled_once_for_each_set_of_blocks():
         compiled.append(graph)
         return graph
 
-    assert_equal(run(backend), run(None))
+    assert_same(run(backend), run(None))
     assert len(compiled) == 2
 
 
@@ -156,7 +151,7 @@ def test_offloading_changes_no_bit(config, tmp_path):
     expected, _ = run(OffloadConfig(tier="none"))
     found, session = run(OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0))
     assert session.stats.total.offloaded_bytes > 0
-    assert_equal(found, expected)
+    assert_same(found, expected)
 
 
 def test_a_plan_made_while_training_changes_no_bit(tmp_path):
@@ -171,7 +166,7 @@ def test_a_plan_made_while_training_changes_no_bit(tmp_path):
 
     expected, _, _ = run(OffloadConfig(tier="none"))
     model, optimizer, session = run(OffloadConfig(tier="auto", directory=tmp_path, memory_budget="1GiB", min_bytes=0))
-    assert_equal(weights(model), weights(expected))
+    assert_same(weights(model), weights(expected))
     # Two optimizers step, one inside of the other, and hold the same state: it is counted once. The measured step was
     # one of the first turn, and blocks are of one size.
     moments = [t for state in optimizer.state.values() for t in state.values() if t.dim() > 0]

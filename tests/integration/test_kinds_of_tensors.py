@@ -13,6 +13,7 @@ from hf_offload import OffloadConfig, attach
 from hf_offload.engine.recompute import Recompute, why_not_twice
 from hf_offload.structure.units import find_blocks
 from hf_offload.tensors import nbytes_of
+from tests.helpers.train import same
 
 WIDTH, STEPS = 8, 2
 pytestmark = pytest.mark.filterwarnings("ignore")  # sparse, nested, quantized tensors: each warns of something
@@ -172,10 +173,6 @@ def train(model, config=None, of=lambda model, *inputs: model(*inputs), inputs=(
         if session is not None:
             session.detach()
     return [*found, *(one.detach().clone() for one in model.parameters() if one.requires_grad)]
-
-
-def same(found, expected):
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
 def model_of(kind):

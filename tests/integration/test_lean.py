@@ -24,6 +24,7 @@ from hf_offload.transforms.rematerialization.apply import Rematerialization
 from tests.helpers import live_bytes
 from tests.helpers.tables import rows
 from tests.helpers.tiny_models import HIDDEN, SEQUENCE, ExampleDataset, gradients, tiny_batch, tiny_model
+from tests.helpers.train import assert_same
 
 SIZE = 4
 TOKENS = SIZE * SEQUENCE
@@ -55,13 +56,6 @@ def run(model, name, *, autocast=False, steps=2):
         loss.backward()
         losses.append(loss.detach())
     return {f"loss {step}": loss for step, loss in enumerate(losses)} | gradients(model), torch.get_rng_state()
-
-
-def assert_same(found, expected):
-    (values, state), (usual_values, usual_state) = found, expected
-    assert values.keys() == usual_values.keys()
-    assert [name for name, value in usual_values.items() if not torch.equal(values[name], value)] == []
-    assert torch.equal(state, usual_state)
 
 
 def saved_bytes(model, name, *, autocast=False):
@@ -346,7 +340,7 @@ def test_weights_are_saved_without_it():
 # ------------------------------------------------------------------------------------------------------------ with the others
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_offloading_what_is_left_changes_no_bit(name, tmp_path):
     def go(**settings):
         model = tiny_model(name)
@@ -363,22 +357,7 @@ def test_offloading_what_is_left_changes_no_bit(name, tmp_path):
     assert 0 < moved < moved_usually
 
 
-def test_a_planned_run_changes_no_bit(tmp_path):
-    def go(**settings):
-        model = tiny_model("llama")
-        with offload_activations(model, OffloadConfig(**settings)) as session:
-            torch.manual_seed(5)
-            for step in range(4):
-                model(**tiny_batch("llama", seed=step)).loss.backward()
-                session.end_step()
-        return gradients(model)
-
-    expected = go(tier="none")
-    found = go(tier="auto", directory=tmp_path, memory_budget="1GiB", recompute_elementwise="exact")
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
-
-
-@pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_sampled_layers_keep_their_rows_and_the_others_are_lean(name, caplog):
     sampling = {"tier": "none", "sampled_linear": {"ratio": 0.25, "min_rows": 1}}
     sizes, found = [], []
@@ -414,7 +393,7 @@ def switch_on_checkpointing(model, *options):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_activation_checkpointing(name, reentrant, caplog):
     usual, changed = tiny_model(name), tiny_model(name)
     for model in (usual, changed):

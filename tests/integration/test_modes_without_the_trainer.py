@@ -17,6 +17,7 @@ from hf_offload.settings.memory_modes import memory_mode
 from hf_offload.settings.recipes import load_recipe
 from tests.helpers.tables import rows
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model
+from tests.helpers.train import assert_same, take_steps
 from tests.integration.test_memory_modes import SETTINGS
 
 STEPS = 4
@@ -47,15 +48,7 @@ def trained(model):
 
 
 def train(model, optimizer, scheduler):
-    losses = []
-    for step in range(STEPS):
-        loss = model(**tiny_batch("llama", seed=step)).loss
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return take_steps(model, optimizer, [tiny_batch("llama", seed=step) for step in range(STEPS)], scheduler)
 
 
 def by_hand(name):
@@ -119,10 +112,7 @@ def test_a_scripts_own_loop_has_the_bits_of_the_mode(name, surface, tmp_path):
     offloading = {"tier": "ssd", "directory": tmp_path, "min_bytes": 0}
     weights_elsewhere = {"tier": "none", "params": "ssd", "directory": tmp_path, "min_bytes": 1}
     for asked in (config | {"tier": "none"}, config | offloading, config | weights_elsewhere):
-        losses, weights = surface(asked)
-        assert losses == expected[0]
-        assert len(weights) == len(expected[1])
-        assert all(map(torch.equal, weights, expected[1]))
+        assert_same(surface(asked), expected)
 
 
 def test_a_trainer_that_knows_nothing_of_it_has_the_bits_of_the_flag_and_resumes(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.loaded_processes import START_METHOD, load
 from tests.helpers.parked import leave_memory, parked
-from tests.helpers.streamed import batch, mlp
+from tests.helpers.train import batch, mlp
 
 
 class Answers(Dataset):

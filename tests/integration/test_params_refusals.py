@@ -18,20 +18,14 @@ from hf_offload.state.refusals import refuse
 from hf_offload.state.registry import parked_of
 from hf_offload.state.storages import moves
 from hf_offload.state.weights import weights_of
-from tests.helpers.parked import leave_memory, parked
-from tests.helpers.streamed import mlp
+from tests.helpers.parked import parked
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
+from tests.helpers.train import Run, adamw, mlp, same, train
 
 
 def with_device_map():
     model = mlp()
     model.hf_device_map = {"0": 0, "2": "cpu"}
-    return model
-
-
-def compiled_in_part():
-    model = mlp()
-    model[2].compile(backend="eager")
     return model
 
 
@@ -76,39 +70,23 @@ def assert_untouched(model):
 
 
 READ_UNASKED = {
-    "compiled": lambda: torch.compile(mlp(), backend="aot_eager"),
-    "compiled_in_part": compiled_in_part,
     "scripted_in_part": scripted_in_part,
     "data_parallel": lambda: nn.Sequential(nn.DataParallel(mlp())),
 }
 
 
-def stepped(model, session=None):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = []
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = model(torch.full((4, 96), 1.0 + step)).square().mean()
-        if session is not None:
-            session.residency.let_all_leave()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.detach())
-    return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("kind", READ_UNASKED)
 def test_on_a_cpu_code_that_does_not_ask_reads_weights_where_they_are(kind, tmp_path):
-    torch._dynamo.reset()
-    expected = stepped(READ_UNASKED[kind]())
-    torch._dynamo.reset()
-    model = READ_UNASKED[kind]()
-    session = parked(model, tmp_path)
-    assert all(map(torch.equal, expected, stepped(model, session)))
-    assert session.residency.store.tier.stats.written_bytes > 0
-    session.detach()
+    runs = [Run("none", tmp_path), Run("none", tmp_path, params="ssd")]
+    for run in runs:
+        model = READ_UNASKED[kind]()
+        optimizer = adamw(run, model)
+        train(run, model, optimizer)
+        run.log_all(model, optimizer)
+    assert same(runs[0].logged, runs[1].logged)
+    assert runs[1].written_bytes() > 0
+    runs[1].session.detach()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -178,37 +156,6 @@ def test_the_trainer_leaves_weights_of_other_libraries_to_them(tmp_path, monkeyp
     assert_untouched(model)
 
 
-COMPILED_LATER = {
-    "model": lambda model, backend: model.compile(backend=backend),
-    "block": lambda model, backend: model[2].compile(backend=backend),
-    "wrapper": lambda model, backend: torch.compile(model, backend=backend),
-}
-
-
-# A hook on a module that is compiled lets Dynamo ask for the .grad of its input.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("part", COMPILED_LATER)
-def test_what_is_compiled_later_computes_the_same(part, backend, tmp_path):
-    torch._dynamo.reset()
-    inputs = torch.ones(4, 96)
-    expected_model = mlp()
-    expected = expected_model(inputs)
-    expected.sum().backward()
-    model = mlp()
-    session = parked(model, tmp_path)
-    leave_memory(session)
-    called = COMPILED_LATER[part](model, backend) or model
-    for _ in range(2):
-        model.zero_grad()
-        found = called(inputs)
-        leave_memory(session)
-        found.sum().backward()
-    assert torch.equal(expected, found)
-    for one, other in zip(expected_model.parameters(), model.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
-
-
 def test_a_compiled_model_that_offloads_takes_rows_of_several_sizes(tmp_path):
     """Where it breaks its graph, what saves tensors for it would be compiled, too, for sizes that are symbols."""
     found = []
@@ -262,40 +209,6 @@ def test_a_warning_says_that_the_optimizer_needs_the_memory_that_weights_leave(
     if warns:
         assert "params='ssd' lets 64.00 KiB" in said[0]
         assert "Set optimizer='ssd'" in said[0]
-
-
-READS = {
-    "numpy": lambda weight: weight.detach().numpy(),
-    "address": lambda weight: weight.data_ptr(),
-    "dlpack": lambda weight: torch.utils.dlpack.to_dlpack(weight.detach()),
-    "write": lambda weight: weight.detach().fill_(1.0),
-    "view": lambda weight: weight.detach().t(),
-    "multiply": lambda weight: nn.functional.linear(torch.ones(1, 128), weight),
-}
-
-
-@pytest.mark.parametrize("read", READS)
-def test_a_read_past_pytorch_reads_the_drive(read, tmp_path):
-    expected, model = mlp(), mlp()
-    session = parked(model, tmp_path)
-    leave_memory(session)
-    for _ in range(2):  # also where others still have the address
-        found, right = READS[read](model[2].weight), READS[read](expected[2].weight)
-        if read in ("numpy", "multiply", "view", "write"):
-            assert torch.equal(torch.as_tensor(found), torch.as_tensor(right))
-        assert torch.equal(model(torch.ones(1, 96)), expected(torch.ones(1, 96)))
-        leave_memory(session)
-    assert torch.equal(model[2].weight.detach(), expected[2].weight.detach())
-
-
-def test_a_state_of_other_shapes_is_pytorchs_error_and_changes_nothing(tmp_path):
-    expected, model = mlp(), mlp()
-    session = parked(model, tmp_path)
-    leave_memory(session)
-    state = {name: value[:-1] if name == "2.weight" else value for name, value in mlp().state_dict().items()}
-    with pytest.raises(RuntimeError, match=r"size mismatch for 2\.weight"):
-        model.load_state_dict(state)
-    assert all(map(torch.equal, expected.state_dict().values(), model.state_dict().values()))
 
 
 def test_a_model_on_a_tier_is_refused_by_data_parallel_code_that_attaches_it(tmp_path):

@@ -160,17 +160,22 @@ def assert_offloaded(trainer):
     assert no_hooks_on_this_thread()
 
 
+def assert_changes_nothing(plain, flags, kinds=(TrainingArguments, OffloadTrainingArguments), **options):
+    """Trainings without and with ``flags`` are the same but for where activations are. Returns both."""
+    trainers = [make_trainer(kind(**plain, **more), **options) for kind, more in zip(kinds, ({}, flags), strict=True)]
+    for trainer in trainers:
+        trainer.train()
+    assert_same_training(*trainers)
+    assert_offloaded(trainers[1])
+    return trainers
+
+
 # -- the surfaces ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "vit"])
 def test_the_argument_alone(name, plain, flags):
-    expected = make_trainer(TrainingArguments(**plain), name)
-    expected.train()
-    found = make_trainer(OffloadTrainingArguments(**plain, **flags), name)
-    found.train()
-    assert_same_training(expected, found)
-    assert_offloaded(found)
+    assert_changes_nothing(plain, flags, name=name)
 
 
 @pytest.mark.parametrize("arguments", [TrainingArguments, OffloadTrainingArguments])
@@ -194,23 +199,16 @@ def test_a_callback_without_a_config_and_arguments_that_say_nothing(plain):
 
 def test_seq2seq_with_generation_in_the_middle(plain, flags):
     plain |= {"eval_strategy": "steps", "eval_steps": 2, "predict_with_generate": True, "generation_max_length": 8}
-    generated = {}
+    generated = []
 
-    def trained(kind, args):
-        def measure(prediction):
-            generated.setdefault(kind, []).append(prediction.predictions.tolist())
-            return {"tokens": float((prediction.predictions > 0).sum())}
+    def measure(prediction):
+        generated.append(prediction.predictions.tolist())
+        return {"tokens": float((prediction.predictions > 0).sum())}
 
-        trainer = make_trainer(args, "t5", trainer=Seq2SeqTrainer, compute_metrics=measure)
-        trainer.train()
-        return trainer
-
-    expected = trained("plain", Seq2SeqTrainingArguments(**plain))
-    found = trained("offloaded", OffloadSeq2SeqTrainingArguments(**plain, **flags))
-    assert_same_training(expected, found)
-    assert_offloaded(found)
-    assert len(generated["plain"]) == 2
-    assert generated["offloaded"] == generated["plain"]
+    kinds = (Seq2SeqTrainingArguments, OffloadSeq2SeqTrainingArguments)
+    assert_changes_nothing(plain, flags, kinds=kinds, name="t5", trainer=Seq2SeqTrainer, compute_metrics=measure)
+    assert len(generated) == 4
+    assert generated[:2] == generated[2:]
 
 
 # -- what trainings do -----------------------------------------------------------------------------------------------------
@@ -237,12 +235,7 @@ def test_seq2seq_with_generation_in_the_middle(plain, flags):
     ids=["accumulation", "bf16", "evaluation", "checkpointing", "reentrant checkpointing", "label smoothing", "all"],
 )
 def test_settings_of_the_trainer(settings, plain, flags):
-    expected = make_trainer(TrainingArguments(**plain, **settings))
-    expected.train()
-    found = make_trainer(OffloadTrainingArguments(**plain, **settings, **flags))
-    found.train()
-    assert_same_training(expected, found)
-    assert_offloaded(found)
+    _, found = assert_changes_nothing(plain | settings, flags)
     assert any("eval_loss" in entry for entry in history(found)) == ("eval_strategy" in settings)
 
 
@@ -256,13 +249,7 @@ class OwnLoss(Trainer):
 
 
 def test_a_loss_of_the_user_s_own(plain, flags):
-    settings = {"eval_strategy": "steps", "eval_steps": 2}
-    expected = make_trainer(TrainingArguments(**plain, **settings), trainer=OwnLoss)
-    expected.train()
-    found = make_trainer(OffloadTrainingArguments(**plain, **settings, **flags), trainer=OwnLoss)
-    found.train()
-    assert_same_training(expected, found)
-    assert_offloaded(found)
+    assert_changes_nothing(plain | {"eval_strategy": "steps", "eval_steps": 2}, flags, trainer=OwnLoss)
 
 
 def test_evaluation_saves_nothing(plain, flags):
@@ -275,46 +262,23 @@ def test_evaluation_saves_nothing(plain, flags):
 
 def test_auto_find_batch_size(plain, flags):
     """The second begin of the training, with a smaller batch, finds the first one's session and replaces it."""
+    sizes = []
 
-    def trained(args):
-        trainer = make_trainer(args)
-        sizes = []
+    def refuse(module, inputs):
+        sizes.append(len(inputs[0]))
+        if sizes[-1] > 3:
+            raise RuntimeError("CUDA out of memory.")
 
-        def refuse(module, inputs):
-            sizes.append(len(inputs[0]))
-            if sizes[-1] > 3:
-                raise RuntimeError("CUDA out of memory.")
-
+    plain |= {"auto_find_batch_size": True, "per_device_train_batch_size": 4}
+    trainers = [make_trainer(TrainingArguments(**plain)), make_trainer(OffloadTrainingArguments(**plain, **flags))]
+    for trainer in trainers:
+        sizes.clear()
         handle = trainer.model.transformer.wte.register_forward_pre_hook(refuse)
         trainer.train()
         handle.remove()
-        assert sizes[0] == 4
-        assert sizes[-1] < 4
-        return trainer
-
-    plain |= {"auto_find_batch_size": True, "per_device_train_batch_size": 4}
-    expected = trained(TrainingArguments(**plain))
-    found = trained(OffloadTrainingArguments(**plain, **flags))
-    assert_same_training(expected, found)
-    assert_offloaded(found)
-
-
-def test_resuming_from_a_checkpoint(plain, flags, tmp_path):
-    plain |= {"save_strategy": "steps", "save_steps": 2}
-    expected = make_trainer(TrainingArguments(**plain))
-    expected.train()
-    arguments = OffloadTrainingArguments(**{**plain, "output_dir": str(tmp_path / "offloaded")}, **flags)
-    whole = make_trainer(arguments)
-    whole.train()
-    assert_same_training(expected, whole)
-
-    resumed = make_trainer(arguments)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "offloaded" / "checkpoint-2"))
-    # The last entry has the mean loss, over the steps of this call alone.
-    assert history(resumed)[:-1] == history(expected)[:-1]
-    assert_same_model(expected, resumed)
-    assert len(callback_of(resumed).stats.steps) == 2
-    assert callback_of(resumed).stats.total.offloaded_bytes > 0
+        assert (sizes[0], sizes[-1] < 4) == (4, True)
+    assert_same_training(*trainers)
+    assert_offloaded(trainers[1])
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -381,14 +345,6 @@ def test_another_trainer_after_an_interrupted_one(kept, plain, flags):
     finally:
         while not no_hooks_on_this_thread():
             torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-def test_an_exception_leaves_no_saved_tensor_hooks(plain, flags):
-    trainer = make_trainer(OffloadTrainingArguments(**plain, **flags))
-    trainer.model.transformer.h[1].forward = None
-    with pytest.raises(TypeError):
-        trainer.train()
-    assert no_hooks_on_this_thread()
 
 
 def test_training_twice(plain, flags):

@@ -2,7 +2,6 @@
 
 import collections
 import copy
-import io
 import itertools
 import weakref
 
@@ -14,6 +13,7 @@ from hf_offload import OffloadConfigError
 from hf_offload.optimizers.blockwise import BlockwiseConfig, BlockwiseOptimizer, peak_bytes, release
 from tests.helpers.activation_heavy_models import VOCABULARY, build
 from tests.helpers.tiny_models import NAMES, tiny_model, weights
+from tests.helpers.train import assert_same, saved_and_loaded, take_steps
 
 LAYERS = [f"model.layers.{number}" for number in range(4)]
 SIDES = ["model.embed_tokens", "model.norm", "lm_head"]
@@ -30,16 +30,7 @@ def batch(step):
 
 
 def train(model, optimizer, steps, scheduler=None, first=0):
-    losses = []
-    for step in range(first, first + steps):
-        loss = model(**batch(step)).loss
-        loss.backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    take_steps(model, optimizer, map(batch, range(first, first + steps)), scheduler)
 
 
 def step_on_noise(model, optimizer):
@@ -49,12 +40,6 @@ def step_on_noise(model, optimizer):
             parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
 
 
 def decaying(optimizer):
@@ -82,7 +67,7 @@ def test_a_block_that_always_trains_gets_the_usual_updates(optimizer, options):
         parameter.requires_grad_(name.startswith(f"{LAYERS[1]}."))
     plain = optimizer([p for p in usual.parameters() if p.requires_grad], **options)
     train(usual, plain, 7, decaying(plain))
-    assert_equal(weights(model), weights(usual))
+    assert_same(weights(model), weights(usual))
 
 
 def test_all_blocks_at_once_get_the_usual_updates():
@@ -97,7 +82,7 @@ def test_all_blocks_at_once_get_the_usual_updates():
     train(model, blockwise, 7, decaying(blockwise))
     plain = torch.optim.AdamW(groups(usual), lr=1e-3)
     train(usual, plain, 7, decaying(plain))
-    assert_equal(weights(model), weights(usual))
+    assert_same(weights(model), weights(usual))
 
 
 def test_a_block_starts_anew_in_each_turn():
@@ -111,7 +96,7 @@ def test_a_block_starts_anew_in_each_turn():
         usual.requires_grad_(False)
         layer.requires_grad_(True)
         train(usual, torch.optim.AdamW(layer.parameters(), lr=1e-2), 2, first=2 * turn)
-    assert_equal(weights(model), weights(usual))
+    assert_same(weights(model), weights(usual))
 
 
 def test_state_that_is_kept_is_found_again():
@@ -126,7 +111,7 @@ def test_state_that_is_kept_is_found_again():
         usual.requires_grad_(False)
         layers[turn % 2].requires_grad_(True)
         train(usual, plain[turn % 2], 2, first=2 * turn)
-    assert_equal(weights(model), weights(usual))
+    assert_same(weights(model), weights(usual))
 
 
 def test_parameters_in_16_bits_are_updated_in_32():
@@ -148,7 +133,7 @@ def test_parameters_in_16_bits_are_updated_in_32():
             for parameter, master in zip(mine, masters, strict=True):
                 parameter.copy_(master)
                 parameter.grad = None
-    assert_equal(weights(model), weights(usual))
+    assert_same(weights(model), weights(usual))
     assert blockwise.active == (LAYERS[3],)
     assert blockwise.state_bytes() == 0  # the copies went with their block
     rounded = model_of_four(torch.bfloat16)
@@ -348,7 +333,7 @@ def test_what_the_user_freezes_later_stays_frozen():
     train(model, optimizer, 8)
     assert optimizer.active == (LAYERS[0],)
     assert trained(model) == under(model, LAYERS[0]) - under(model, f"{LAYERS[0]}.mlp")
-    assert_equal(dict(model.model.layers[0].mlp.state_dict()), dict(kept))
+    assert_same(dict(model.model.layers[0].mlp.state_dict()), dict(kept))
     model.model.layers[0].self_attn.requires_grad_(False)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     model(**batch(0))
@@ -362,7 +347,7 @@ def test_checkpointing_changes_no_bit():
     config = BlockwiseConfig.badam(switch_every=1)
     for one in (model, recomputed):
         train(one, BlockwiseOptimizer(one.parameters(), one, config, lr=1e-2), 8)
-    assert_equal(weights(recomputed), weights(model))
+    assert_same(weights(recomputed), weights(model))
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -380,7 +365,7 @@ def test_reentrant_checkpointing_that_gives_no_gradients_is_told_once(caplog):
         (model(**batch(step)).loss + head.sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert_equal(weights(model), before)
+    assert_same(weights(model), before)
     assert [record.getMessage() for record in caplog.records if "use_reentrant=False" in record.getMessage()] == [
         f"No parameter that trains now has a gradient ({LAYERS[0]}), so nothing is updated. Reentrant activation "
         "checkpointing gives none to a block whose input needs none: set use_reentrant=False."
@@ -544,13 +529,6 @@ def test_the_closed_form_is_the_largest_of_what_there_is(config, dtype, monkeypa
 # -- saving -----------------------------------------------------------------------------------------------------------
 
 
-def saved_and_loaded(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 LISA = BlockwiseConfig.lisa(blocks_active=2, switch_every=3)
 BADAM = BlockwiseConfig.badam(switch_every=3)
 KEPT = BlockwiseConfig(order="ascending", switch_every=1, inactive_state="keep", outside="turns")
@@ -591,7 +569,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(config, dtype, schedule):
         if stop == 8:
             train(whole, optimizer, 20, scheduler)
         assert trained(second) == trained(whole)
-        assert_equal(weights(second), weights(whole))
+        assert_same(weights(second), weights(whole))
         assert rest.state_dict()["blockwise"].keys() == optimizer.state_dict()["blockwise"].keys()
         assert rest.turn == optimizer.turn
 

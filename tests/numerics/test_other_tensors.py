@@ -9,7 +9,7 @@ from torch import nn
 from hf_offload import OffloadConfig, attach
 from hf_offload.state.optimizer import streaming_of
 from tests.helpers.parked import leave_memory, parked
-from tests.helpers.streamed import batch, mlp, same
+from tests.helpers.train import batch, mlp, same
 
 
 @pytest.mark.parametrize("when", ["before clipping", "after clipping"])
