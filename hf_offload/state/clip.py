@@ -11,7 +11,7 @@ from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard
 from hf_offload.state.contexts import is_outside
 from hf_offload.state.gradients import gradient_of, norm_of, parked_gradient, scaled
-from hf_offload.state.step import Trained
+from hf_offload.state.step import StreamedParameter
 
 
 @signals_deferred  # all gradients are scaled, or none
@@ -20,7 +20,7 @@ def clip_parked(
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
-    trained_of: Callable[[Tensor], Trained | None],
+    streamed_of: Callable[[Tensor], StreamedParameter | None],
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_``. Gradients that have left memory are scaled when they are used; of those that were
     used up in backward, only the norm is known.
@@ -29,22 +29,22 @@ def clip_parked(
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
     with torch.no_grad():
-        found: list[Tensor | Trained] = []
+        found: list[Tensor | StreamedParameter] = []
         norms: list[tuple[Tensor, torch.dtype]] = []
         for parameter in parameters:
-            trained, gradient = trained_of(parameter), gradient_of(parameter)
+            trained, gradient = streamed_of(parameter), gradient_of(parameter)
             if trained is not None:
                 trained.finish()  # a step that was taken is one with the gradient as it was
             if gradient is not None:
                 found.append(gradient)
                 norms.append((_norm(gradient, norm_type, trained), gradient.dtype))
-            elif trained is not None and trained.spent_norm is not None:
+            elif trained is not None and trained.norm_in_backward is not None:
                 if norm_type != 2.0:
                     raise OffloadError(
                         f"{trained.name} was updated in backward: of its gradient, only the 2-norm is known."
                     )
                 found.append(trained)
-                norms.append((trained.spent_norm, parameter.dtype))
+                norms.append((trained.norm_in_backward, parameter.dtype))
         total = _total_norm(norms, norm_type)
         if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
             raise RuntimeError(
@@ -54,7 +54,7 @@ def clip_parked(
             )
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for each in found:
-            if isinstance(each, Trained):
+            if isinstance(each, StreamedParameter):
                 if factor != 1:
                     raise OffloadError(
                         f"{each.name} was updated in backward, and its gradient is to be clipped only now: set max_grad_norm "
@@ -70,7 +70,7 @@ def clip_parked(
         return total
 
 
-def _norm(gradient: Tensor, norm_type: float, trained: Trained | None) -> Tensor:
+def _norm(gradient: Tensor, norm_type: float, trained: StreamedParameter | None) -> Tensor:
     """The norm of a gradient. From now on, those of its optimizer are measured as they leave memory."""
     if trained is not None and norm_type == 2.0:
         trained.streaming.wants_norms = True

@@ -46,7 +46,7 @@ class ParkedGradient(Parked):
             for gradient in tensors[:1]:  # all of them have the same memory
                 scaled(gradient, factors)
         if unseen:
-            self.doubt()
+            self.note_uncounted_writes()
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:

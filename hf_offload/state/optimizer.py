@@ -21,7 +21,7 @@ from hf_offload.state.known import steps_by_weight, steps_in_parts
 from hf_offload.state.lent import check_loaded, saved
 from hf_offload.state.registry import pause
 from hf_offload.state.shadow import Shadow, make_shadow, options_of, step_of
-from hf_offload.state.step import Streaming, Trained
+from hf_offload.state.step import StreamedParameter, Streaming
 from hf_offload.state.units import pinned
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE, RunStorage
 from hf_offload.storage.store import Store
@@ -54,11 +54,11 @@ def clip_grad_norm_(
     if not streamings:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
-    def trained_of(parameter: Tensor) -> Trained | None:
-        found = (one.trained_of(parameter) for one in streamings)
+    def streamed_of(parameter: Tensor) -> StreamedParameter | None:
+        found = (one.streamed_of(parameter) for one in streamings)
         return next((trained for trained in found if trained is not None), None)
 
-    return clip_parked(parameters, max_norm, norm_type, error_if_nonfinite, trained_of)
+    return clip_parked(parameters, max_norm, norm_type, error_if_nonfinite, streamed_of)
 
 
 def stream(

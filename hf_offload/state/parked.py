@@ -58,7 +58,7 @@ class Parked(guard.Debt):
         compares: Whether it is compared with what the slot has, rather than written once more, where it may have been written
             to without a new version.
         is_due: It is in memory only until it can leave.
-        is_new: It has no bytes yet: they are stored in parts.
+        is_being_made: It has no bytes yet: they are stored in parts.
         uses: Who has its memory.
         slot: What has its bytes while it is away.
         parts: Its bytes in parts, while it is away.
@@ -79,7 +79,7 @@ class Parked(guard.Debt):
         self.on_host = storage.device.type == "cpu"
         self.stays = False
         self.is_due = False
-        self.is_new = False
+        self.is_being_made = False
         self.slot: HeldSlot | None = None
         self.parts = Parts(self)
         self.version: tuple[int, ...] = ()
@@ -90,7 +90,7 @@ class Parked(guard.Debt):
         self._storage = registry.register(self, storage)
         self.uses = Uses(self._storage, self.on_host, self.compares)
         self._tensors: list[weakref.ref[Tensor]] = []
-        self._may_differ = False  # it may have been written to without a new version
+        self._has_uncounted_writes = False  # it may have been written to without a new version
         self._is_clean = False  # the slot has the bytes of this version
         self._digest = b""  # of memory with the bytes of the slot, if it is known
         self._slab: Slab | None = None  # that the storage points to, or whose bytes are being written
@@ -163,7 +163,7 @@ class Parked(guard.Debt):
         return storage is not None and storage.is_shared()
 
     @property
-    def _is_pinned(self) -> bool:
+    def _pointer_stays(self) -> bool:
         """Whether the pointer must stay as it is."""
         return self.is_held and (not self.on_host or self.uses.may_be_addresses)
 
@@ -193,14 +193,14 @@ class Parked(guard.Debt):
 
         On a CPU, the bytes are in memory until :meth:`Store.collect` finds that they were written.
         """
-        if self.where is not Where.HERE or self.stays or self._is_pinned:
+        if self.where is not Where.HERE or self.stays or self._pointer_stays:
             return False
         storage = self._storage()
         if storage is None or self._was_given_memory(storage):
             return False
         self.wait_until_written()  # which may find that it has to stay
         may_be_same = self._is_clean and self.present_version() == self.version
-        if may_be_same and self.on_host and not self._may_differ:
+        if may_be_same and self.on_host and not self._has_uncounted_writes:
             self.depart(storage)
             return True
         digest = digest_of(storage) if self.compares or not self.on_host else b""
@@ -212,7 +212,7 @@ class Parked(guard.Debt):
         slab = self._in_slab(storage)
         self._digest, self.version = digest, self.present_version()
         self._is_clean, self.written = False, object()
-        self._may_differ = self.on_host
+        self._has_uncounted_writes = self.on_host
         self._slab, self.where = slab, Where.LEAVING
         registry.note_on_the_way(self)
         registry.tell(storage)
@@ -243,19 +243,19 @@ class Parked(guard.Debt):
             self.slot = self.store.free_with(slot, storage)
         return True
 
-    def stay_for_now(self) -> None:
+    def cancel_leaving(self) -> None:
         """It may be written to before the write has ended: on a CPU, it stays in memory."""
         if self.on_host and self.where is Where.LEAVING:
             self.where, self.is_due = Where.HERE, True
-            self.doubt()
+            self.note_uncounted_writes()
 
     def note_change(self) -> None:
         """It was written to, and versions may not tell: an update of several parts counts as one change."""
         self._is_clean, self.written = False, object()
 
-    def doubt(self) -> None:
+    def note_uncounted_writes(self) -> None:
         """It may be written to without a new version."""
-        self._may_differ = True
+        self._has_uncounted_writes = True
 
     def _in_slab(self, storage: torch.UntypedStorage) -> Slab:
         """The bytes in whole pages of host memory: on a CPU, the storage points to them from now on."""
@@ -334,7 +334,7 @@ class Parked(guard.Debt):
             if self._slab is not None and not self.on_host:  # it has come back
                 self.store.recycle(self._slab)
                 self._slab = None
-        elif self.on_host and (self.present_version() != self.version or self._is_pinned):
+        elif self.on_host and (self.present_version() != self.version or self._pointer_stays):
             self.where, self._is_clean = Where.HERE, False
         else:
             self.depart(storage)
@@ -373,7 +373,7 @@ class Parked(guard.Debt):
             self._kept.clear()
             self.slot = slot
         self._digest, self.version = b"", self.present_version()
-        self._is_clean, self.is_new = True, False
+        self._is_clean, self.is_being_made = True, False
 
     def note_part(self) -> None:
         """A part of its bytes in the slot is going to change."""
@@ -384,7 +384,7 @@ class Parked(guard.Debt):
     @property
     def can_be_read_in_parts(self) -> bool:
         """Whether the slot has the present bytes."""
-        return self.is_alive and self.is_away and not self.is_new
+        return self.is_alive and self.is_away and not self.is_being_made
 
     @property
     def takes_another_slot(self) -> bool:
@@ -404,7 +404,7 @@ class Parked(guard.Debt):
 
     def begin_to_come(self) -> None:
         """Begin to read it, whether the window has room or not: it is needed at once, by :meth:`come`."""
-        if self.can_be_read_in_parts and self._read is None and not (self.parts.are_written or self._is_pinned):
+        if self.can_be_read_in_parts and self._read is None and not (self.parts.are_written or self._pointer_stays):
             self._begin_read(urgent=True)
 
     @signals_deferred
@@ -424,7 +424,7 @@ class Parked(guard.Debt):
         if self.on_host and self.where is Where.LEAVING:
             self.where = Where.HERE
             return
-        if self.on_host and self._is_pinned and not self.parts.rescued:
+        if self.on_host and self._pointer_stays and not self.parts.rescued:
             return
         slab = self._slab if self.where is Where.LEAVING else self._loaded(storage)
         assert slab is not None
@@ -448,7 +448,7 @@ class Parked(guard.Debt):
     def settle(self, unseen: bool) -> None:
         """See :class:`~hf_offload.state.guard.Debt`."""
         self.come()
-        self._may_differ = self._may_differ or unseen
+        self._has_uncounted_writes = self._has_uncounted_writes or unseen
         for tensor in self.tensors:
             guard.lift(tensor, self)
 
@@ -552,7 +552,7 @@ class Parked(guard.Debt):
 
     def has(self, written: object) -> bool:
         """Whether the bytes are still those of when :attr:`written` was this."""
-        is_same = self._is_clean and not self._may_differ and self.present_version() == self.version
+        is_same = self._is_clean and not self._has_uncounted_writes and self.present_version() == self.version
         return self.is_alive and self.written is written and (self.where is Where.AWAY or is_same)
 
 
@@ -583,5 +583,5 @@ def empty_away(like: Tensor, device: torch.device, name: str, store: Store) -> T
             parked.where = Where.AWAY
             if device.type != "cpu":
                 guard.put(made, parked)
-    parked.is_new = True
+    parked.is_being_made = True
     return made

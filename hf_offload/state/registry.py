@@ -100,7 +100,7 @@ def pause() -> None:
     for key, reference in list(_on_the_way.items()):
         parked = reference()
         if parked is not None:
-            parked.stay_for_now()
+            parked.cancel_leaving()
             if parked.is_guarded:
                 continue
             parked.drop_reads()

@@ -38,7 +38,7 @@ from hf_offload.state.parked_weight import ParkedWeight
 from hf_offload.state.registry import is_held, parked_of
 from hf_offload.state.shadow import Shadow, attributes_of, names_of, options_of
 from hf_offload.state.units import pause_after_backward, pinned, stepping, unit_with
-from hf_offload.state.update import Update, Updates, may_move, state_tensors
+from hf_offload.state.update import Update, UpdateComputer, may_move, state_tensors
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE
 from hf_offload.storage.store import Store
 from hf_offload.tensors import nbytes_of
@@ -52,12 +52,12 @@ _UPDATE_LATER = (
 )
 
 
-class _OfOthers(guard.Debt):
+class _OwedByOthers(guard.Debt):
     """What the gradient and the state of a parameter owe. C++ holds gradients, too, so that the garbage collector would take
     what they refer to for being in use.
     """
 
-    def __init__(self, trained: "Trained"):
+    def __init__(self, trained: "StreamedParameter"):
         self._trained = weakref.ref(trained)
 
     def settle(self, unseen: bool) -> None:
@@ -66,7 +66,7 @@ class _OfOthers(guard.Debt):
             trained.settle(unseen)
 
 
-class Trained(guard.Debt):
+class StreamedParameter(guard.Debt):
     """One parameter of one optimizer.
 
     Attributes:
@@ -74,7 +74,7 @@ class Trained(guard.Debt):
         update: What it owes.
         of_others: What its gradient and state owe with it.
         is_read: All that its update needs was read ahead, or asked for.
-        spent_norm: 2-norm of the gradient that it was updated with in this step's backward.
+        norm_in_backward: 2-norm of the gradient that it was updated with in this step's backward.
     """
 
     def __init__(self, parameter: nn.Parameter, name: str, streaming: "Streaming"):
@@ -82,12 +82,12 @@ class Trained(guard.Debt):
         self.streaming = streaming
         self.parameter_ref = weakref.ref(parameter)
         self.update: Update | None = None
-        self.of_others = _OfOthers(self)
-        self.spent_norm: Tensor | None = None
-        self.spent_options: dict[str, Any] = {}
+        self.of_others = _OwedByOthers(self)
+        self.norm_in_backward: Tensor | None = None
+        self.options_in_backward: dict[str, Any] = {}
         self.is_read = False
-        self.comes_once = False
-        self.arrivals = 0
+        self.has_one_gradient = False
+        self.gradients_in_backward = 0
         self.layout: Any = None  # in the last step
         self.handles: list[RemovableHandle] = []
 
@@ -143,7 +143,7 @@ class Trained(guard.Debt):
 
     def check_stepped(self) -> None:
         """Raise :class:`~hf_offload.errors.OffloadError` for a parameter that was updated in a backward without a step."""
-        if self.spent_norm is not None:
+        if self.norm_in_backward is not None:
             raise OffloadError(
                 f"{self.name} was updated in a backward that no step of the optimizer has followed, so that the weights are "
                 "those of half a step: go on from the last checkpoint. If backward was not interrupted, something reads "
@@ -158,9 +158,9 @@ class Trained(guard.Debt):
         """Raise :class:`~hf_offload.errors.OffloadError` where a step with these ``options`` would not do what backward has
         done.
         """
-        if self.spent_norm is None:
+        if self.norm_in_backward is None:
             return
-        before = self.spent_options
+        before = self.options_in_backward
         changed = [name for name in {**before, **options} if not _are_same(before.get(name), options.get(name))]
         if changed:
             raise OffloadError(
@@ -171,11 +171,11 @@ class Trained(guard.Debt):
     def end_backward(self) -> None:
         """What was updated in backward belongs to a step now."""
         parameter = self.parameter_ref()
-        if self.spent_norm is not None and parameter is not None:
+        if self.norm_in_backward is not None and parameter is not None:
             guard.lift(parameter, self)
-        self.spent_norm = None
-        if self.arrivals:
-            self.arrivals, self.comes_once = 0, self.arrivals == 1
+        self.norm_in_backward = None
+        if self.gradients_in_backward:
+            self.gradients_in_backward, self.has_one_gradient = 0, self.gradients_in_backward == 1
 
 
 class Streaming:
@@ -220,12 +220,12 @@ class Streaming:
         self.gradient_store = gradient_store
         self._optimizer = weakref.ref(optimizer)
         self.shadow = shadow
-        self._updates = Updates(shadow, state_store, part_bytes)
+        self._updates = UpdateComputer(shadow, state_store, part_bytes)
         self._smallest_bytes = smallest_bytes
         self._must_stream = must_stream
         self._has_asked = False
         self._entries: set[int] = set()  # ids of the keys of the state, before the present step
-        self._trained: dict[int, Trained] = {}
+        self._trained: dict[int, StreamedParameter] = {}
 
     # -- parameters ---------------------------------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class Streaming:
             plain = guard.own_class(parameter) is nn.Parameter and not hasattr(parameter, "__tensor_flatten__")
             if not plain or not trains or nbytes_of(parameter) < self._smallest_bytes:
                 continue
-            trained = Trained(parameter, name, self)
+            trained = StreamedParameter(parameter, name, self)
             self._trained[id(parameter)] = trained
             if self.gradient_store is not None:
                 before, arrived = _weak(trained, self.before), _weak(trained, self.arrived)
@@ -246,14 +246,14 @@ class Streaming:
                 unit[1].owed[id(self), id(parameter)] = trained
             self.park_state(parameter)
 
-    def trained_of(self, parameter: Tensor) -> Trained | None:
+    def streamed_of(self, parameter: Tensor) -> StreamedParameter | None:
         """What is known of a parameter whose state moves."""
         found = self._trained.get(id(parameter))
         return found if found is not None and found.parameter_ref() is parameter else None
 
     def moves(self, parameter: Tensor) -> bool:
         """Whether its state and gradients leave memory now."""
-        return self.trained_of(parameter) is not None and id(parameter) not in self._updates.staying
+        return self.streamed_of(parameter) is not None and id(parameter) not in self._updates.staying
 
     @signals_deferred
     def let_stay(self, parameters: Iterable[Tensor]) -> None:
@@ -278,7 +278,7 @@ class Streaming:
                     self.park_state(parameter)
 
     @property
-    def records(self) -> list[Trained]:
+    def records(self) -> list[StreamedParameter]:
         """Those of all parameters that are still there."""
         return [one for one in self._trained.values() if one.parameter_ref() is not None]
 
@@ -306,7 +306,7 @@ class Streaming:
 
     def park_state(self, parameter: Tensor) -> None:
         """Let its present state leave memory."""
-        trained = self.trained_of(parameter)
+        trained = self.streamed_of(parameter)
         self._updates.park(parameter, "" if trained is None else trained.name, self.state)
 
     def spans(self, parameter: Tensor, update: Update | None = None) -> list[tuple[int, int]] | None:
@@ -317,7 +317,7 @@ class Streaming:
     # -- gradients ----------------------------------------------------------------------------------------------------------
 
     @torch._disable_dynamo
-    def before(self, trained: Trained, _: Tensor) -> None:
+    def before(self, trained: StreamedParameter, _: Tensor) -> None:
         """A gradient is about to be added to what is in ``.grad``."""
         parameter = trained.parameter_ref()
         gradient = None if parameter is None else gradient_of(parameter)
@@ -329,10 +329,10 @@ class Streaming:
                     parked.settle(unseen=False)
 
     @torch._disable_dynamo
-    def arrived(self, trained: Trained, parameter: Tensor) -> None:
+    def arrived(self, trained: StreamedParameter, parameter: Tensor) -> None:
         """Backward has put or added a gradient: it leaves memory."""
         gradient = gradient_of(parameter)
-        if gradient is None or self.trained_of(parameter) is not trained or self._optimizer() is None:
+        if gradient is None or self.streamed_of(parameter) is not trained or self._optimizer() is None:
             return
         if trained.update is not None:
             if trained.update.gradient is gradient:
@@ -353,7 +353,7 @@ class Streaming:
                     gradient, f"the gradient of {trained.name}", self.gradient_store, self.wants_norms and is_outside()
                 )
 
-    def _refuse_sparse(self, trained: Trained) -> None:
+    def _refuse_sparse(self, trained: StreamedParameter) -> None:
         if self._must_stream and not self.whole:
             raise OffloadError(
                 f"The gradient of {trained.name} is sparse, which cannot be streamed: make the embedding with sparse=False, "
@@ -370,8 +370,8 @@ class Streaming:
                 logger.info("Gradients are looked at before the step: weights are updated after backward from now on.")
         return self.in_backward
 
-    def _update_in_backward(self, trained: Trained, parameter: Tensor, gradient: Tensor) -> None:
-        if trained.spent_norm is not None:
+    def _update_in_backward(self, trained: StreamedParameter, parameter: Tensor, gradient: Tensor) -> None:
+        if trained.norm_in_backward is not None:
             raise OffloadError(
                 f"{trained.name} has got a second gradient before the optimizer's step, and was updated with the first one: "
                 "its value is not that of any step. Set max_grad_norm to update after backward, and go on from a checkpoint."
@@ -385,7 +385,7 @@ class Streaming:
         trained.update = Update(self.state, context, {**options, **names_of(group, [number])}, gradient)
         set_gradient(parameter, None)
         self.finish([trained])
-        trained.spent_norm, trained.spent_options = norm, options
+        trained.norm_in_backward, trained.options_in_backward = norm, options
         guard.put(parameter, trained)
 
     # -- steps --------------------------------------------------------------------------------------------------------------
@@ -401,19 +401,19 @@ class Streaming:
         with self._section(), torch.no_grad(), stepping():
             self.finish()
             for debt in [debt for parameter in self.parameters() for debt in guard.debts_of(parameter)]:
-                if isinstance(debt, Trained):
+                if isinstance(debt, StreamedParameter):
                     debt.finish()  # of another optimizer of the same weights, which came first
             if not self.in_backward:
                 self._entries = set(map(id, self.state))
             self._has_asked = False
             context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
             in_memory: list[dict[str, Any]] = []
-            noted: list[tuple[Trained, Update]] = []
+            noted: list[tuple[StreamedParameter, Update]] = []
             for group in optimizer.param_groups:
                 options = options_of(group)
                 staying: list[int] = []
                 for number, parameter in enumerate(group["params"]):
-                    trained, gradient = self.trained_of(parameter), gradient_of(parameter)
+                    trained, gradient = self.streamed_of(parameter), gradient_of(parameter)
                     if trained is not None:
                         trained.check_step(options)
                         trained.end_backward()
@@ -435,7 +435,7 @@ class Streaming:
             self._step_in_memory(in_memory, context)
             models = {found[0] for found in map(unit_with, self.parameters()) if found is not None}
             may_wait = self.defers and is_outside() and not any(model.is_compiled for model in models)
-            at_once: list[Trained] = []
+            at_once: list[StreamedParameter] = []
             for trained, update in noted:
                 waits = may_wait and self._may_wait(trained, update)
                 trained.update = update
@@ -456,7 +456,7 @@ class Streaming:
         for key in sorted(new, key=lambda key: places.get(id(key), -1)):
             state[key] = state.pop(key)
 
-    def _may_wait(self, trained: Trained, update: Update) -> bool:
+    def _may_wait(self, trained: StreamedParameter, update: Update) -> bool:
         """Whether no code is known that could read the parameter without asking."""
         parameter = trained.parameter_ref()
         found = None if parameter is None else unit_with(parameter)
@@ -473,7 +473,7 @@ class Streaming:
             known = [parameter, update.gradient, *(one for one in state if isinstance(one, Tensor))]
             return not any(is_held(one) for one in known)
 
-    def _put_off(self, trained: Trained, update: Update) -> None:
+    def _put_off(self, trained: StreamedParameter, update: Update) -> None:
         parameter = trained.parameter_ref()
         assert parameter is not None
         parked = parked_of(parameter)
@@ -489,21 +489,21 @@ class Streaming:
         state = tree_leaves(update.state.get(parameter) or {})
         return [update.gradient, *(one for one in state if isinstance(one, Tensor))]
 
-    def _guard(self, trained: Trained) -> None:
+    def _guard(self, trained: StreamedParameter) -> None:
         parameter, update = trained.parameter_ref(), trained.update
         if parameter is not None and update is not None:
             guard.put(parameter, trained)
             for tensor in self._concerned(parameter, update):
                 guard.put(tensor, trained.of_others)
 
-    def _lift(self, trained: Trained, update: Update) -> None:
+    def _lift(self, trained: StreamedParameter, update: Update) -> None:
         parameter = trained.parameter_ref()
         if parameter is not None:
             guard.lift(parameter, trained)
             for tensor in self._concerned(parameter, update):
                 guard.lift(tensor, trained.of_others)
 
-    def _give_up(self, trained: Trained) -> None:
+    def _give_up(self, trained: StreamedParameter) -> None:
         if trained.update is not None:
             self._lift(trained, trained.update)
             trained.update = None
@@ -520,7 +520,9 @@ class Streaming:
             state.update(self.shadow.step(groups, before, context.attributes))
 
     def finish(
-        self, which: Iterable[Trained] | None = None, context: contextlib.AbstractContextManager[None] | None = None
+        self,
+        which: Iterable[StreamedParameter] | None = None,
+        context: contextlib.AbstractContextManager[None] | None = None,
     ) -> None:
         """Compute the updates that parameters owe, by default those of all: as at their steps, whatever this thread does, or
         in another ``context``.
@@ -579,7 +581,7 @@ def _group_of(optimizer: Optimizer, parameter: Tensor) -> tuple[dict[str, Any], 
     raise AssertionError("its gradient is watched because it is in a group")
 
 
-def _weak(trained: Trained, call: Callable[[Trained, Tensor], None]) -> Callable[[Tensor], None]:
+def _weak(trained: StreamedParameter, call: Callable[[StreamedParameter, Tensor], None]) -> Callable[[Tensor], None]:
     """A hook that a parameter holds, and that does not hold the streaming."""
     reference = weakref.ref(trained)
     method = weakref.WeakMethod(call)
@@ -592,14 +594,14 @@ def _weak(trained: Trained, call: Callable[[Trained, Tensor], None]) -> Callable
     return called
 
 
-def _comes_once(trained: Trained) -> bool:
+def _comes_once(trained: StreamedParameter) -> bool:
     """Whether this gradient is all that backward adds up, also of a block that reentrant checkpoints use more than once: the
     first step shows it.
     """
     if not _is_in_checkpoint():
         return True
-    trained.arrivals += 1
-    return trained.comes_once
+    trained.gradients_in_backward += 1
+    return trained.has_one_gradient
 
 
 def _is_in_checkpoint() -> bool:

@@ -495,7 +495,7 @@ def pinned(tensors: list[Any], unseen: bool = False, finishes: bool = True) -> I
             mine = {unit.number: unit for other, unit in found if other is units}
             stack.enter_context(units.using(mine.values(), finishes))
             for weight in (weight for unit in mine.values() if unseen for weight in unit.weights):
-                weight.doubt()
+                weight.note_uncounted_writes()
         yield
 
 

@@ -71,7 +71,7 @@ def may_move(tensor: Tensor, smallest_bytes: int) -> bool:
     return can_move(tensor)
 
 
-class Updates:
+class UpdateComputer:
     """Computes updates.
 
     Args:
@@ -219,8 +219,8 @@ class Updates:
         """All is computed, and all parts that have changed are stored: the state leaves memory."""
         for tensor in (update.gradient, *state_tensors(update.state, parameter)):
             moved = parked_of(tensor)
-            if moved is not None and moved.is_new:
-                moved.is_new = False
+            if moved is not None and moved.is_being_made:
+                moved.is_being_made = False
             if moved is not None and moved.parts.are_written:
                 moved.parts.end()
                 if isinstance(moved, ParkedGradient):  # what was stored was multiplied
@@ -330,4 +330,4 @@ class _Part:
 def _are_new(its: Mapping[str, Any]) -> bool:
     """Whether a state is being made, by the first update, which was interrupted."""
     tensors = (value for value in its.values() if isinstance(value, Tensor))
-    return any((parked := parked_of(tensor)) is not None and parked.is_new for tensor in tensors)
+    return any((parked := parked_of(tensor)) is not None and parked.is_being_made for tensor in tensors)

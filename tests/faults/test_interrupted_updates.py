@@ -11,7 +11,7 @@ from hf_offload import OffloadConfig, StorageError, attach
 from hf_offload.state.optimizer import streaming_of
 from hf_offload.state.parts import Parts
 from hf_offload.state.shadow import Shadow
-from hf_offload.state.update import Updates
+from hf_offload.state.update import UpdateComputer
 from tests.faults.failing_calls import Faults
 from tests.helpers.train import batch, mlp, same, stream_in_parts
 
@@ -49,7 +49,7 @@ def test_an_interrupt_while_the_state_leaves_steps_no_weight_twice(parts, tmp_pa
         model, optimizer = training(place, tmp_path)
         backward(model, 1)
         if place == "ssd":
-            park, left = Updates.park, [1]
+            park, left = UpdateComputer.park, [1]
 
             def interrupted(self, *args, park=park, left=left):
                 park(self, *args)
@@ -57,7 +57,7 @@ def test_an_interrupt_while_the_state_leaves_steps_no_weight_twice(parts, tmp_pa
                     raise KeyboardInterrupt
 
             with monkeypatch.context() as patch:
-                patch.setattr(Updates, "park", interrupted)
+                patch.setattr(UpdateComputer, "park", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     optimizer.step()
         else:

@@ -19,7 +19,7 @@ from hf_offload.state.registry import parked_of
 from hf_offload.state.shadow import Shadow
 from hf_offload.state.step import Streaming
 from hf_offload.state.units import Units
-from hf_offload.state.update import Updates
+from hf_offload.state.update import UpdateComputer
 from hf_offload.storage import disk_io
 from hf_offload.storage.handling import WAITS
 from hf_offload.storage.service import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATE, WEIGHTS, storage_of
@@ -336,7 +336,7 @@ def test_what_moving_bytes_takes_of_the_training_is_not_taken_for_compute(tmp_pa
         return slow
 
     for owner, name in (
-        (Engine, "_pack_activation"), (Units, "make_room"), (Updates, "compute"), (step, "park_gradient"),
+        (Engine, "_pack_activation"), (Units, "make_room"), (UpdateComputer, "compute"), (step, "park_gradient"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, slowed(getattr(owner, name)))
     monkeypatch.setattr(time, "perf_counter", lambda: honest_clock() + late_s)

@@ -92,7 +92,7 @@ def test_a_model_whose_update_is_owed_goes_although_it_has_gradients(tmp_path):
     for _ in range(2):
         model(torch.randn(3, 64)).sum().backward()
         optimizer.step()
-    assert all(streaming_of(optimizer).trained_of(one).update is not None for one in model.parameters())
+    assert all(streaming_of(optimizer).streamed_of(one).update is not None for one in model.parameters())
     weights = [weakref.ref(one) for one in model.parameters()]
     del model, session, optimizer
     gc.collect()
