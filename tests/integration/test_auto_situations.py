@@ -247,7 +247,7 @@ def _wide(hidden):
 
 HIGHER_ORDER = {
     "cond": lambda block, hidden: torch.cond(
-        hidden.sum() > 0, lambda x: _wide(block(x)), lambda x: -block(x), (hidden,)
+        hidden.isfinite().all(), lambda x: _wide(block(x)), lambda x: -block(x), (hidden,)
     ),
     "map": lambda block, hidden: map_rows(lambda row: _wide(block(row[None])).squeeze(0), hidden),
 }

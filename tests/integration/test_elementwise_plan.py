@@ -137,7 +137,8 @@ def test_blocks_that_are_recomputed_as_a_whole_do_it_within_that(name, tmp_path)
     assert losses == expected[0]
     assert same(gradients, expected[1])
     assert same(weights, expected[2])
-    assert forecast.measured_peak_bytes == pytest.approx(forecast.peak_bytes, rel=0.03)
+    # Plans expect more of blocks that are recomputed.
+    assert forecast.measured_peak_bytes <= min(1.03 * forecast.peak_bytes, config.memory_budget)
 
 
 def test_a_step_that_goes_on_as_another_one_is_measured_without_it_first(tmp_path):
