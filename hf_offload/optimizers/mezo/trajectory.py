@@ -283,11 +283,11 @@ class _Weight(guard.Debt):
                 guard.lift(tensor, self)
 
     def _move(self, parameter: nn.Parameter, parked: Parked | None) -> None:
-        trajectory, value = self._trajectory, parameter.detach()
         if parked is not None:
             parked.come()
             if not parked.is_here:  # others have its address: it changes where it is
                 parked.drop_reads()
+        trajectory, value = self._trajectory, parameter.detach()
         end = trajectory.end - trajectory.is_lent
         if self.now != end:
             trajectory.bring(self, value, end)
