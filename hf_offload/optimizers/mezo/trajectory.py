@@ -131,13 +131,13 @@ class Trajectory:
             yield
         finally:
             torch.set_autocast_cache_enabled(caches)
-        changed = [one.name for one in self._weights if one.is_changed]
-        if changed and not self.has_changed:
+        changed = [one for one in self._weights if one.is_changed]
+        if changed and not (self.has_changed or changed[0].has_copy):
             logger.warning(
                 "The model changes %s of its weights in place while it computes a loss, such as %s; Embedding(max_norm=...) "
                 "and RWKV's rescale_every do that. MeZO goes on from what they are then, and its log cannot rebuild them.",
                 len(changed),
-                changed[0],
+                changed[0].name,
             )
         self.has_changed |= bool(changed)
 
@@ -283,11 +283,11 @@ class _Weight(guard.Debt):
                 guard.lift(tensor, self)
 
     def _move(self, parameter: nn.Parameter, parked: Parked | None) -> None:
-        trajectory, value = self._trajectory, parameter.detach()
         if parked is not None:
             parked.come()
             if not parked.is_here:  # others have its address: it changes where it is
                 parked.drop_reads()
+        trajectory, value = self._trajectory, parameter.detach()
         end = trajectory.end - trajectory.is_lent
         if self.now != end:
             trajectory.bring(self, value, end)
