@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, Field, GetCoreSchemaHandler, Strict
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler, Strict, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import core_schema
 
 from hf_offload.errors import OffloadConfigError
@@ -22,10 +22,15 @@ def _without_nul(value: str) -> str:
     return value
 
 
+def _as_written(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    found = check(value)
+    return value if isinstance(value, int) else found
+
+
 Whole = Annotated[int, Strict(), Field(le=LARGEST)]
 """A whole number, by default as fits into 64 bits."""
-Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
-"""A finite number."""
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False), WrapValidator(_as_written)]
+"""A finite number; a whole one stays whole."""
 Flag = Annotated[bool, Strict()]
 """True or false."""
 Text = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_without_nul)]

@@ -110,6 +110,7 @@ def test_values_are_what_was_declared():
     made = Outer(rows=3, limit="4KiB", paths="/a", inner={"ratio": 1, "word": "l"})
     assert (made.limit, [str(one) for one in made.paths], made.inner) == (4096, ["/a"], Inner(ratio=1.0, word="left"))
     assert Outer(limit=None, inner=None) == Outer()
+    assert [str(Inner(ratio=ratio).ratio) for ratio in (1, 1.0)] == ["1", "1.0"]  # what is saved is what was written
 
 
 @pytest.mark.parametrize(
