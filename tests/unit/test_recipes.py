@@ -117,7 +117,7 @@ def test_a_section_of_its_own_for_the_memory_mode(tiny_recipe):
     recipe = load_recipe(tiny_recipe, ["memory={mode: galore, rank: 8}"])
     assert (recipe.offload.memory_mode, recipe.offload.memory_mode_kwargs) == ("galore", {"rank": 8})
     assert load_recipe(tiny_recipe).offload.memory_mode == "none"
-    assert recipe.offload.mode().method.rank == 8
+    assert recipe.offload.mode().rank == 8
     assert "Did you mean 'galore'" in mistakes(tiny_recipe, "memory.mode=galor")
     assert "it is one of lora" in mistakes(tiny_recipe, "memory={mode: galore, alpha: 8}")
     assert "memory_mode is 'none'" in mistakes(tiny_recipe, "memory.rank=8")
