@@ -54,7 +54,7 @@ class WorkloadOptions:
     )
     autocast: str | None = setting(None, one_of(AUTOCAST, DTYPE_ALIASES), f"Mixed precision: {_SPELLINGS}, or no.")
     task: str | None = setting(
-        None, Reader(_task), f"{', '.join(TASKS)}, or a class such as ViTForImageClassification."
+        None, Reader(_task), f"A task ({', '.join(TASKS)}) or a class, such as ViTForImageClassification."
     )
     optimizer: str | None = setting(None, text(), "As in the Trainer's optim, such as adamw_torch.")
     state: str | None = setting(
