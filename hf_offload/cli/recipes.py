@@ -67,7 +67,7 @@ def show(
 
 @recipes.command()
 def validate(names: Names) -> None:
-    """Check recipes and report all errors at once. The exit code is 1 if there are any."""
+    """Check recipes and report all errors at once."""
     with clear_errors():
         from hf_offload.settings.recipes import load_recipe, read_recipe
 
