@@ -63,7 +63,7 @@ def show(
 
 @recipes.command()
 def validate(names: Names) -> None:
-    """Check recipes and report all errors at once. The exit code is 1 if there are any."""
+    """Check recipes and report all errors at once."""
     with clear_errors():
         wrong = 0
         for name in names:

@@ -90,7 +90,7 @@ def test_options_of_commands_are_text(tiny_recipe, tmp_path, monkeypatch, name):
     assert isinstance(result.exception, Read)
     assert read["data_dir"] == name
     plan = plan_steps(str(tiny_recipe), (), parse_strategies("baseline"), output=tmp_path / name)
-    recipe = read_recipe(tiny_recipe, plan.case_overrides(plan.cases[0]))
+    recipe = read_recipe(tiny_recipe, plan.overrides_for(plan.case))
     assert recipe.output_dir == tmp_path / name / "work"
     assert recipe.cache_dir == tmp_path / name / "data"
 
