@@ -127,20 +127,21 @@ def check_loadable(what: str, content: Any) -> None:
     """Raise :class:`~hf_offload.errors.SnapshotError` if a resume could not load ``content``: it runs no code of a file. No
     tensor is read or copied.
     """
-    with open(os.memfd_create("hf_offload-check", os.MFD_CLOEXEC), "w+b") as file:  # noqa: PTH123  it has no path
-        try:
+    number = os.memfd_create("hf_offload-check", os.MFD_CLOEXEC)
+    try:
+        with open(number, "w+b") as file:  # noqa: PTH123  it has no path
             with torch.serialization.skip_data():  # the file has holes where tensors would be
                 torch.save(content, file)
             file.seek(0)
             load(file, "meta")
-        except Exception as error:  # pickle calls methods of what it is given, which may raise anything
-            if isinstance(error.__context__, OSError):  # the size of files is limited: writing the snapshot says so
-                return
-            reason = " ".join(str(error).rpartition("WeightsUnpickler error:")[2].split()).partition(". ")[0]
-            raise SnapshotError(
-                f"{what} holds what torch.load(weights_only=True) does not load, so a resume could not ({reason}): let it "
-                "have tensors, or numbers, texts, lists and dicts of Python."
-            ) from error
+    except Exception as error:  # pickle calls methods of what it is given, which may raise anything
+        if isinstance(error, OSError) or isinstance(error.__context__, OSError):
+            return  # the size of files is limited: writing the snapshot says so
+        reason = " ".join(str(error).rpartition("WeightsUnpickler error:")[2].split()).partition(". ")[0]
+        raise SnapshotError(
+            f"{what} holds what torch.load(weights_only=True) does not load, so a resume could not ({reason}): let it have "
+            "tensors, or numbers, texts, lists and dicts of Python."
+        ) from error
 
 
 def load(file: Path | IO[bytes], device: str = "cpu") -> Any:

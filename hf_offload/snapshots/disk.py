@@ -44,7 +44,7 @@ def write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) ->
                 _copy(file.fileno(), source, nbytes)
                 os.fsync(file.fileno())
         write_record(unfinished / RECORD_FILE, record)
-        if not (directory / RUN_FILE).exists():  # the directory was removed and made again
+        if not (directory / RUN_FILE).exists():  # the directory was removed and is there again
             write_record(directory / RUN_FILE, {name: record[name] for name in ("format", "run", "training", "output")})
         if final.exists():
             shutil.rmtree(final)

@@ -374,6 +374,7 @@ def its_snapshot_is_rebuilt(rank, folder):
     begun, found = loop_of_three(rank, folder / "loop", True, resume=True)
     assert begun == LAST
     assert_same(expected, found)
+    retained.release()
 
 
 def any_lost_rank_is_rebuilt(rank, folder):
