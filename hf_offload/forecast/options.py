@@ -16,7 +16,7 @@ AUTOCAST = ("no", "bfloat16", "float16")
 _SPELLINGS = "bfloat16 (bf16), float16 (fp16)"
 _OF_DTYPE = f"Of the weights: {_SPELLINGS}, or float32 (fp32)."
 _OF_AUTOCAST = f"Mixed precision: {_SPELLINGS}, or no."
-_OF_TASK = f"{', '.join(TASKS)}, or a class such as ViTForImageClassification."
+_OF_TASK = f"A task ({', '.join(TASKS)}) or a class, such as ViTForImageClassification."
 _OF_MODES = ("memory_mode", "memory_mode_kwargs")
 PLANNED = (
     "memory_budget",
@@ -41,7 +41,6 @@ def _task(name: str, value: Any) -> Any:
 class WorkloadOptions:
     """What is planned, where it differs from what a recipe or a configuration says. None: as they say."""
 
-<<<<<<< HEAD
     batch: Annotated[Whole | None, Field(ge=1)] = None
     """Rows of a micro-batch. Default: the recipe's, or 1."""
     sequence: Annotated[Whole | None, Field(ge=1)] = None
@@ -64,43 +63,3 @@ class WorkloadOptions:
         str | Mapping[str, Any] | None, Reader(lambda _name, value: value, {"type": "string"})
     ] = None
     """Settings of the memory mode in JSON, such as '{{"rank": 128}}'."""
-=======
-    batch: int | None = setting(None, whole(1), "Rows of a micro-batch. Default: the recipe's, or 1.")
-    sequence: int | None = setting(
-        None,
-        whole(1),
-        "Tokens of a row, or samples of its audio. Default: the recipe's, or 2048 tokens, 10 seconds.",
-    )
-    image_size: int | None = setting(
-        None, whole(1), "Pixels of a side of an image. Default: as the model's configuration says."
-    )
-    dtype: str | None = setting(
-        None, one_of(DTYPES, DTYPE_ALIASES), f"Of the weights: {_SPELLINGS}, or float32 (fp32)."
-    )
-    autocast: str | None = setting(None, one_of(AUTOCAST, DTYPE_ALIASES), f"Mixed precision: {_SPELLINGS}, or no.")
-    task: str | None = setting(
-        None, Reader(_task), f"A task ({', '.join(TASKS)}) or a class, such as ViTForImageClassification."
-    )
-    optimizer: str | None = setting(None, text(), "As in the Trainer's optim, such as adamw_torch.")
-    state: str | None = setting(
-        None,
-        one_of(TIERS, TIER_ALIASES),
-        "Where gradients and optimizer state may be: auto (in memory if that is fastest), ram, ssd, or none for memory. "
-        "Default: the recipe's, or auto.",
-    )
-    weights: str | None = setting(
-        None,
-        one_of(TIERS, TIER_ALIASES),
-        "The same for weights that no operation uses. Default: the recipe's, or auto.",
-    )
-    memory_mode: str | None = setting(
-        None, text(), "As in the training arguments, such as lora or galore. Default: none, which trains all weights."
-    )
-    memory_mode_kwargs: str | Mapping[str, Any] | None = setting(
-        None, Reader(lambda _name, value: value), """Settings of the memory mode in JSON, such as '{{"rank": 128}}'."""
-    )
-
-    def __post_init__(self) -> None:
-        with read_fields(self, "options"):
-            pass
->>>>>>> front
