@@ -93,18 +93,6 @@ class Known:
         return situation.begins(self.situation)
 
     @property
-    def present_problem(self) -> Problem:
-        """The problem with everything in memory, at the pace that has been measured since."""
-        return dataclasses.replace(self.problem, footprint=self.step)
-
-    @property
-    def usual_problem(self) -> Problem:
-        """The same without recompute of elementwise operations, which is a choice in it."""
-        reduced, plain = self.footprint.reduced, self.footprint.plain
-        other = None if reduced is None else dataclasses.replace(self.problem, footprint=reduced)
-        return dataclasses.replace(self.problem, footprint=plain, reduced=other)
-
-    @property
     def step(self) -> Footprint:
         """The step with everything in memory, with recompute of elementwise operations if the plan has that."""
         reduced = self.footprint.reduced if self.problem.footprint.usual is not None else None
