@@ -1,9 +1,8 @@
 """Trains small models in memory or offloaded, and compares the logs of both runs bit by bit."""
 
 import functools
-import io
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -136,11 +135,6 @@ def same(one: Any, other: Any) -> bool:
     return next(differences(one, other), None) is None
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    """As :func:`same`, and an error that says what is different."""
-    assert list(differences(expected, found)) == []
-
-
 def differences(one: Any, other: Any, where: str = "all") -> Iterator[str]:
     """Where two values are not the same to the bit."""
     if isinstance(one, torch.Tensor):
@@ -197,27 +191,3 @@ def train(run, model, optimizer, steps=3, first=0, loss=None, before=None, after
             after(number)
         if zero:
             optimizer.zero_grad()
-
-
-def take_steps(
-    model: nn.Module, optimizer: Any, batches: Iterable[dict[str, torch.Tensor]], scheduler: Any = None
-) -> list[float]:
-    """A step for each batch of a model of transformers; the losses."""
-    losses = []
-    for inputs in batches:
-        loss = model(**inputs).loss
-        loss.backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def saved_and_loaded(state: Any) -> Any:
-    """What ``torch.load`` makes of it."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)

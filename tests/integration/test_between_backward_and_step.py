@@ -5,7 +5,6 @@ error.
 import pytest
 import torch
 import transformers
-from torch.utils.checkpoint import checkpoint
 
 from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
 from hf_offload.errors import OffloadError
@@ -246,30 +245,3 @@ def test_a_loop_that_promised_not_to_and_acts_before_the_step_ends_in_an_error(a
     with pytest.raises(OffloadError, match=r"max_grad_norm(=1e9)?, which"):
         act(optimizer, weight)
         optimizer.step()
-
-
-@pytest.mark.parametrize("uses", [1, 3])
-def test_a_block_that_reentrant_checkpoints_use_more_than_once_has_the_bits_of_the_run_in_memory(uses, tmp_path):
-    def train(config):
-        torch.manual_seed(0)
-        first, block = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
-        model = torch.nn.Sequential(first, block)
-        optimizer = torch.optim.AdamW(model.parameters())
-        session = None if config is None else attach(model, config)
-        if session is not None:
-            session.prepare_optimizer(optimizer)
-            session.update_in_backward(True)
-        for _ in range(3):
-            hidden = first(torch.randn(4, 32))
-            for _ in range(uses):
-                hidden = checkpoint(block, hidden, use_reentrant=True)
-            hidden.square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        weights = [each.detach().clone() for each in model.parameters()]
-        if session is not None:
-            session.detach()
-        return weights
-
-    config = OffloadConfig(tier="none", optimizer="ssd", min_bytes=512, directory=tmp_path)
-    assert all(map(torch.equal, train(config), train(None)))

@@ -19,8 +19,8 @@ from hf_offload.state.registry import parked_of
 from hf_offload.state.storages import moves
 from hf_offload.state.weights import weights_of
 from tests.helpers.parked import leave_memory, parked
-from tests.helpers.streamed import mlp
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
+from tests.helpers.train import mlp
 
 
 def with_device_map():
@@ -262,40 +262,6 @@ def test_a_warning_says_that_the_optimizer_needs_the_memory_that_weights_leave(
     if warns:
         assert "params='ssd' lets 64.00 KiB" in said[0]
         assert "Set optimizer='ssd'" in said[0]
-
-
-READS = {
-    "numpy": lambda weight: weight.detach().numpy(),
-    "address": lambda weight: weight.data_ptr(),
-    "dlpack": lambda weight: torch.utils.dlpack.to_dlpack(weight.detach()),
-    "write": lambda weight: weight.detach().fill_(1.0),
-    "view": lambda weight: weight.detach().t(),
-    "multiply": lambda weight: nn.functional.linear(torch.ones(1, 128), weight),
-}
-
-
-@pytest.mark.parametrize("read", READS)
-def test_a_read_past_pytorch_reads_the_drive(read, tmp_path):
-    expected, model = mlp(), mlp()
-    session = parked(model, tmp_path)
-    leave_memory(session)
-    for _ in range(2):  # also where others still have the address
-        found, right = READS[read](model[2].weight), READS[read](expected[2].weight)
-        if read in ("numpy", "multiply", "view", "write"):
-            assert torch.equal(torch.as_tensor(found), torch.as_tensor(right))
-        assert torch.equal(model(torch.ones(1, 96)), expected(torch.ones(1, 96)))
-        leave_memory(session)
-    assert torch.equal(model[2].weight.detach(), expected[2].weight.detach())
-
-
-def test_a_state_of_other_shapes_is_pytorchs_error_and_changes_nothing(tmp_path):
-    expected, model = mlp(), mlp()
-    session = parked(model, tmp_path)
-    leave_memory(session)
-    state = {name: value[:-1] if name == "2.weight" else value for name, value in mlp().state_dict().items()}
-    with pytest.raises(RuntimeError, match=r"size mismatch for 2\.weight"):
-        model.load_state_dict(state)
-    assert all(map(torch.equal, expected.state_dict().values(), model.state_dict().values()))
 
 
 def test_a_model_on_a_tier_is_refused_by_data_parallel_code_that_attaches_it(tmp_path):

@@ -10,8 +10,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from hf_offload import OffloadConfig, OffloadTrainingArguments, offload_activations
 from hf_offload.state.weights import weights_of
-from tests.helpers.streamed import same
 from tests.helpers.tables import rows
+from tests.helpers.train import same
 
 SMALLEST = 1024
 

@@ -11,7 +11,7 @@ import torch
 from hf_offload import OffloadConfig
 from hf_offload.session import attach
 from tests.helpers.architectures import ARCHITECTURES, generate, make_batch, make_model
-from tests.helpers.streamed import copied, same
+from tests.helpers.train import copied, same
 
 STEPS = 3
 TUNED = ("full", "lora")

@@ -1,5 +1,6 @@
 """What weights, gradients and optimizer state do besides their bits: versions, errors, bytes that are read and written."""
 
+import logging
 import threading
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from hf_offload import OffloadConfig, attach
 from hf_offload.errors import OffloadConfigError
 from hf_offload.planning.measuring import StepMeter
 from hf_offload.state.gradients import parked_gradient
@@ -161,6 +164,45 @@ def test_bytes_of_state_are_those_of_a_large_weight(make, expected):
     before = torch.get_rng_state()
     assert state_per_weight(make([nn.Parameter(torch.ones(300, 300))])) == pytest.approx(expected, abs=0.01)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"tier": "auto", "memory_budget": "6MiB"}, {"optimizer": "auto", "memory_budget": "1MiB"}]
+)
+def test_what_is_automatic_leaves_state_of_unknown_classes_in_memory_and_says_why(settings, tmp_path, caplog):
+    def go(offloads):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(3)))
+        optimizer, losses, session = ComputesItself(model.parameters()), [], None
+        if offloads:
+            session = attach(model, OffloadConfig(directory=tmp_path, min_bytes=1024, **{"tier": "none", **settings}))
+            session.prepare_optimizer(optimizer)
+        for number in range(3):
+            loss = model(batch(number, 128)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+            if session is not None:
+                session.end_step()
+        if session is not None:
+            assert streaming_of(optimizer) is None
+            session.detach()
+        return [losses, [p.detach().clone() for p in model.parameters()]]
+
+    with caplog.at_level(logging.INFO, "hf_offload"):
+        assert same(go(False), go(True))
+    reason = "ComputesItself is not known to step each weight by itself"
+    assert any("stay in memory" in message and reason in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("mode", ["lisa", "badam", "apollo_mini", "frugal"])
+def test_memory_modes_whose_optimizers_cannot_be_streamed_say_so(mode, tmp_path):
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=512, n_positions=32)
+    model = GPT2LMHeadModel(config)
+    run = Run("ssd", tmp_path, memory_mode=mode)
+    with pytest.raises(OffloadConfigError, match=f"memory_mode='{mode}' trains with, cannot be streamed"):
+        run.prepare(model, torch.optim.AdamW(model.parameters()))
 
 
 # -- where updates are computed, and where bytes are ---------------------------------------------------------------------
