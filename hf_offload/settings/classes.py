@@ -90,11 +90,7 @@ def build(cls: type[T], values: Mapping[str, Any], what: str, named: Named = str
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], where: str, named: Named = str) -> T:
-<<<<<<< HEAD
     """:func:`build` from what a file or a script says: unknown keys and wrong values are named together, after ``where``."""
-=======
-    """:func:`build` from what a file or a script says: unknown keys and wrong values come together, with ``where``."""
->>>>>>> pyd
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     with collect_errors(where) as check:
         for key in values:
