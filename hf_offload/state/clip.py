@@ -11,7 +11,7 @@ from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard
 from hf_offload.state.contexts import is_outside
 from hf_offload.state.gradients import gradient_of, norm_of, parked_gradient, scaled
-from hf_offload.state.step import StreamedParameter
+from hf_offload.state.parameter import StreamedParameter
 
 
 @signals_deferred  # all gradients are scaled, or none

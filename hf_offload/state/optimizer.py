@@ -19,9 +19,10 @@ from hf_offload.state.gradients import gradient_of
 from hf_offload.state.known import state_per_weight as state_per_weight_of
 from hf_offload.state.known import steps_by_weight, steps_in_parts
 from hf_offload.state.lent import check_loaded, saved
+from hf_offload.state.parameter import StreamedParameter
 from hf_offload.state.registry import pause
 from hf_offload.state.shadow import Shadow, make_shadow, options_of, step_of
-from hf_offload.state.step import StreamedParameter, Streaming
+from hf_offload.state.step import Streaming
 from hf_offload.state.units import pinned
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE, RunStorage
 from hf_offload.storage.store import Store

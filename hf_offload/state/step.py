@@ -9,18 +9,14 @@ Note: one rule for all schedules
 
 import contextlib
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointFunction
-from torch.utils.hooks import RemovableHandle
 
 from hf_offload.errors import OffloadError, StorageError
 from hf_offload.interrupts import signals_deferred
@@ -34,6 +30,7 @@ from hf_offload.state.gradients import (
     set_gradient,
     watch,
 )
+from hf_offload.state.parameter import StreamedParameter, comes_once
 from hf_offload.state.parked_weight import ParkedWeight
 from hf_offload.state.registry import is_held, parked_of
 from hf_offload.state.shadow import Shadow, attributes_of, names_of, options_of
@@ -44,138 +41,6 @@ from hf_offload.storage.store import Store
 from hf_offload.tensors import nbytes_of
 
 logger = logging.getLogger(__name__)
-
-_CHECKPOINT = CheckpointFunction.backward.__code__
-_UPDATE_LATER = (
-    "go on from the last checkpoint, with max_grad_norm=1e9, which clips nothing and updates after backward, or without "
-    "update_in_backward()."
-)
-
-
-class _OwedByOthers(guard.Debt):
-    """What the gradient and the state of a parameter owe. C++ holds gradients, too, so that the garbage collector would take
-    what they refer to for being in use.
-    """
-
-    def __init__(self, trained: "StreamedParameter"):
-        self._trained = weakref.ref(trained)
-
-    def settle(self, unseen: bool) -> None:
-        trained = self._trained()
-        if trained is not None:
-            trained.settle(unseen)
-
-
-class StreamedParameter(guard.Debt):
-    """One parameter of one optimizer.
-
-    Attributes:
-        name: For messages.
-        update: What it owes.
-        of_others: What its gradient and state owe with it.
-        is_read: All that its update needs was read ahead, or asked for.
-        norm_in_backward: 2-norm of the gradient that it was updated with in this step's backward.
-    """
-
-    def __init__(self, parameter: nn.Parameter, name: str, streaming: "Streaming"):
-        self.name = name
-        self.streaming = streaming
-        self.parameter_ref = weakref.ref(parameter)
-        self.update: Update | None = None
-        self.of_others = _OwedByOthers(self)
-        self.norm_in_backward: Tensor | None = None
-        self.options_in_backward: dict[str, Any] = {}
-        self.is_read = False
-        self.has_one_gradient = False
-        self.gradients_in_backward = 0
-        self.layout: Any = None  # in the last step
-        self.handles: list[RemovableHandle] = []
-
-    # -- what the parameter's unit and guards ask ---------------------------------------------------------------------------
-
-    def settle(self, unseen: bool) -> None:
-        """See :class:`~hf_offload.state.guard.Debt`."""
-        parameter = self.parameter_ref()
-        found = None if parameter is None else unit_with(parameter)
-        if found is not None and self.update is not None:
-            found[0].complete(found[1])
-        self.finish()
-        self.check_stepped()
-
-    def finish(self) -> None:
-        """Compute the update that is owed, if one is."""
-        self.streaming.finish([self])
-
-    @signals_deferred
-    def read_ahead(self, update: Update | None = None, part: int = 0) -> bool:
-        """Begin to read what its update needs, or this ``part`` of it; false if the window has no room."""
-        if update is None and (self.is_read or not (self.update or self.streaming.in_backward)):
-            return True
-        update, parameter = update or self.update, self.parameter_ref()
-        if parameter is None:
-            return True
-        needed = [p for t in self.streaming.state_tensors(parameter) if (p := parked_of(t)) is not None]
-        gradient = None if update is None else parked_gradient(update.gradient)
-        spans = self.streaming.spans(parameter, update)
-        if spans is None:
-            self.is_read = all(one.read_ahead() for one in needed) and (
-                gradient is None or gradient.parts.read_ahead(0, gradient.nbytes)
-            )
-            return self.is_read
-        needed += [] if gradient is None else [gradient]
-        part = max(part, 0 if update is None else update.done)
-        if part >= len(spans):
-            return True
-        begin, end = spans[part]
-        ratios = [one.nbytes // parameter.nbytes for one in needed]
-        return all(
-            one.parts.read_ahead(begin * by, (end - begin) * by) for one, by in zip(needed, ratios, strict=True) if by
-        )
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of its state that leave memory."""
-        parameter = self.parameter_ref()
-        tensors = [] if parameter is None else self.streaming.state_tensors(parameter)
-        return sum(one.nbytes for tensor in tensors if (one := parked_of(tensor)) is not None)
-
-    # -- updates in backward ------------------------------------------------------------------------------------------------
-
-    def check_stepped(self) -> None:
-        """Raise :class:`~hf_offload.errors.OffloadError` for a parameter that was updated in a backward without a step."""
-        if self.norm_in_backward is not None:
-            raise OffloadError(
-                f"{self.name} was updated in a backward that no step of the optimizer has followed, so that the weights are "
-                "those of half a step: go on from the last checkpoint. If backward was not interrupted, something reads "
-                "weights before the step: set max_grad_norm, which then updates after backward."
-            )
-
-    def overwritten(self) -> None:
-        """See :class:`~hf_offload.state.units.Owed`: a value that is loaded is not that of half a step."""
-        self.end_backward()
-
-    def check_step(self, options: dict[str, Any]) -> None:
-        """Raise :class:`~hf_offload.errors.OffloadError` where a step with these ``options`` would not do what backward has
-        done.
-        """
-        if self.norm_in_backward is None:
-            return
-        before = self.options_in_backward
-        changed = [name for name in {**before, **options} if not _are_same(before.get(name), options.get(name))]
-        if changed:
-            raise OffloadError(
-                f"The optimizer's {', '.join(changed)} changed between a backward, which has updated {self.name}, and its "
-                f"step: {_UPDATE_LATER}"
-            )
-
-    def end_backward(self) -> None:
-        """What was updated in backward belongs to a step now."""
-        parameter = self.parameter_ref()
-        if self.norm_in_backward is not None and parameter is not None:
-            guard.lift(parameter, self)
-        self.norm_in_backward = None
-        if self.gradients_in_backward:
-            self.gradients_in_backward, self.has_one_gradient = 0, self.gradients_in_backward == 1
 
 
 class Streaming:
@@ -345,7 +210,7 @@ class Streaming:
         with self._section(GRADIENTS), outside():
             if gradient.layout is not torch.strided:
                 self._refuse_sparse(trained)
-            elif self._updates_now() and _comes_once(trained):
+            elif self._updates_now() and comes_once(trained):
                 self._update_in_backward(trained, parameter, gradient)
             elif id(parameter) not in self._updates.staying and may_move(gradient, self._smallest_bytes):
                 assert self.gradient_store is not None
@@ -567,12 +432,6 @@ class Streaming:
         return self.state_store.storage.handling.of(kind)
 
 
-def _are_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
-
-
 def _group_of(optimizer: Optimizer, parameter: Tensor) -> tuple[dict[str, Any], int]:
     for group in optimizer.param_groups:
         for number, one in enumerate(group["params"]):
@@ -592,21 +451,3 @@ def _weak(trained: StreamedParameter, call: Callable[[StreamedParameter, Tensor]
             found(its, tensor)
 
     return called
-
-
-def _comes_once(trained: StreamedParameter) -> bool:
-    """Whether this gradient is all that backward adds up, also of a block that reentrant checkpoints use more than once: the
-    first step shows it.
-    """
-    if not _is_in_checkpoint():
-        return True
-    trained.gradients_in_backward += 1
-    return trained.has_one_gradient
-
-
-def _is_in_checkpoint() -> bool:
-    """Whether a backward inside of the backward is on."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _CHECKPOINT:
-        frame = frame.f_back
-    return frame is not None
