@@ -370,9 +370,9 @@ def test_at_the_limit_the_trainer_saves_and_goes_on_from_there(tmp_path, folder,
 
 
 def test_settings_that_cannot_be_meant():
-    with pytest.raises(OffloadConfigError, match=r"2 errors.*") as refused:
-        OffloadConfig(on_disk_write_limit="stop", drive_endurance_bytes=0)
-    assert "there is no limit: set max_disk_write_bytes" in str(refused.value)
-    assert "drive_endurance_bytes=0 is too small" in str(refused.value)
+    with pytest.raises(OffloadConfigError, match="there is no limit: set max_disk_write_bytes"):
+        OffloadConfig(on_disk_write_limit="stop")
+    with pytest.raises(OffloadConfigError, match="drive_endurance_bytes=0 is too small"):
+        OffloadConfig(drive_endurance_bytes=0)
     with pytest.raises(OffloadConfigError, match="Did you mean 'stop'"):
         OffloadConfig(on_disk_write_limit="stpo", max_disk_write_bytes=1)

@@ -137,7 +137,7 @@ def test_a_loop_computes_the_same_bits(name, prepare, offloading, tmp_path):
         assert all(stats.accounts[name]["ssd"].written_bytes > 0 for name in ("optimizer state", "gradients"))
     else:
         assert stats.total.offloaded_bytes > 0
-    assert stats.ended_steps == 4 // settings.get("gradient_accumulation_steps", 1)  # optimizers end steps
+        assert stats.ended_steps == 4 // settings.get("gradient_accumulation_steps", 1)  # optimizers end steps
 
 
 @pytest.mark.parametrize("offloading", [{}, STREAMED], ids=["activations", "state"])
