@@ -14,7 +14,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_offload import OffloadConfig, OffloadSession, attach, create_from_config
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.mezo import MeZO
 from tests.accelerator.on_device.training import Case, batch, build
 from tests.helpers.tables import rows
 from tests.helpers.tiny_models import NAMES
@@ -406,26 +405,3 @@ def test_values_that_only_change_places_are_written(late):
     session.residency.let_all_leave()
     assert torch.equal(weight.detach().cpu(), torch.eye(64)[places])
     session.detach()
-
-
-def trained_without_gradients(restore: str, **settings: str) -> list[torch.Tensor]:
-    model = build(Case())
-    session = park(model, memory_mode="mezo", **settings)
-    optimizer = MeZO(model.parameters(), model, lr=1e-2, eps=1e-2, weight_decay=0.1, restore=restore)
-    found = [optimizer.step(lambda step=step: model(**batch(Case(), step)).loss).cpu() for step in range(4)]
-    if settings:
-        assert session.residency.store.tier.stats.read_bytes > 0
-    with torch.no_grad():
-        found += [parameter.detach().cpu() for parameter in model.parameters()]
-    session.detach()
-    return found
-
-
-@pytest.mark.parametrize("restore", ["reference", "pristine"])
-def test_forward_passes_alone_have_the_same_bits(late, restore):
-    expected = trained_without_gradients(restore)
-    for seed, tier in enumerate(("ram", "ssd", "ram")):
-        gc.collect()
-        late.reseed(seed)
-        assert_same(expected, trained_without_gradients(restore, params=tier))
-    gc.collect()
