@@ -74,10 +74,10 @@ def share_staying(model, optimizer):
 
 
 class Trained:
-    """Six steps: their losses, the weights, the peaks that were measured, and where everything was."""
+    """Eight steps, of which two are measured before the first plan: their losses, the weights, the peaks that were measured, and where everything was."""
 
     def __init__(
-        self, name, folder, budget=None, steps=6, prepare=True, optimizer=torch.optim.AdamW, batch=batch, **settings
+        self, name, folder, budget=None, steps=8, prepare=True, optimizer=torch.optim.AdamW, batch=batch, **settings
     ):
         model = build(name)
         made = optimizer(model.parameters(), lr=1e-3)
@@ -256,8 +256,8 @@ def test_of_an_optimizer_that_is_prepared_again_all_state_leaves_that_a_plan_had
     made = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session = attach(model, OffloadConfig(memory_budget=int(0.8 * kept.peaks[-1]), directory=tmp_path, min_bytes=1024))
     session.prepare_optimizer(made)
-    two_steps(model, made, session)
-    two_steps(model, made, session)
+    first_steps(model, made, session)
+    first_steps(model, made, session)
     streaming = streaming_of(made)
     large = [p for p in model.parameters() if p.nbytes >= 1024]
     assert not all(map(streaming.moves, large))
@@ -293,8 +293,8 @@ def short_of_memory(tmp_path):
     return model, optimizer, session
 
 
-def two_steps(model, optimizer, session):
-    for number in range(2):
+def first_steps(model, optimizer, session):
+    for number in range(3):
         with session.scope():
             model(**batch(number)).loss.backward()
         optimizer.step()
@@ -315,7 +315,7 @@ def test_what_a_step_waits_for_weights_and_state_is_not_taken_for_compute(tmp_pa
 
     monkeypatch.setattr(Tier, "wait_until_done", slow)
     monkeypatch.setattr(time, "perf_counter", lambda: honest_clock() + late_s)
-    two_steps(model, optimizer, session)
+    first_steps(model, optimizer, session)
     assert storage.handling.seconds(WAITS) > 1000
     assert session.planned.footprint.step_s < 1000
     session.detach()
@@ -336,11 +336,11 @@ def test_what_moving_bytes_takes_of_the_training_is_not_taken_for_compute(tmp_pa
         return slow
 
     for owner, name in (
-        (Engine, "_pack_activation"), (Units, "make_room"), (UpdateComputer, "compute"), (step, "park_gradient"),
+        (Engine, "_new_record"), (Units, "make_room"), (UpdateComputer, "compute"), (step, "park_gradient"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, slowed(getattr(owner, name)))
     monkeypatch.setattr(time, "perf_counter", lambda: honest_clock() + late_s)
-    two_steps(model, optimizer, session)
+    first_steps(model, optimizer, session)
     handling = storage_of(model).handling
     assert all(handling.seconds(kind) >= 1000 for kind in (ACTIVATIONS, WEIGHTS, OPTIMIZER_STATE, GRADIENTS))
     assert session.planned.footprint.step_s < 1000
