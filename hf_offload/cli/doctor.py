@@ -82,6 +82,11 @@ EFFECTS = (
         {"auto": ("torch.optim.optimizer._global_optimizer_post_hooks",)},
     ),
     Effect(
+        "snapshots, on first use",
+        "one atexit handler, so that a script that ends well leaves none",
+        {"snapshots": ("atexit",)},
+    ),
+    Effect(
         "hf_offload.run, command launch",
         "Accelerator.__init__ is wrapped, so that every one offloads, and the package's log is shown",
         {"hf_offload.run": ("accelerate.accelerator.Accelerator.__init__", "logging.hf_offload")},
