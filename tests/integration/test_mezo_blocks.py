@@ -410,16 +410,17 @@ def test_a_forward_that_changes_a_weight_has_the_bits_of_a_run_in_memory(change,
         model = deep()
         if attaches:
             attached(model, tmp_path)
-        layer = model.transformer.h[3].mlp.c_fc
+        layer, now = model.transformer.h[3].mlp.c_fc, [0]
 
-        def loss(model, step, layer=layer):
-            handle = layer.register_forward_pre_hook(lambda layer, args: change(layer.weight))
-            if step < begin:
-                handle.remove()
-            try:
-                return loss_of(model, step)
-            finally:
-                handle.remove()
+        def change_from(layer, args, now=now):
+            if now[0] >= begin:
+                change(layer.weight)
+
+        layer.register_forward_pre_hook(change_from)
+
+        def loss(model, step, now=now):
+            now[0] = step
+            return loss_of(model, step)
 
         results.append(trained(model, loss, restore))
     assert_same(results[1], results[0])
