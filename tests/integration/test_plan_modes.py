@@ -104,7 +104,7 @@ class Trained:
         steps = 12 if mode_name in ("lisa", "badam", "frugal") else 1
         if isinstance(mode, Blockwise):
             # One step a turn, so that every turn is seen.
-            mode = dataclasses.replace(mode, config=dataclasses.replace(mode.config, switch_every=1))
+            mode = dataclasses.replace(mode, switch_every=1)
         optimizer = mode.optimizer(self.model, weight_decay=0.0, lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
         if isinstance(mode, Blockwise):
             # A turn's state is gone after its last step: it is looked at just before.
