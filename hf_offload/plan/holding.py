@@ -338,9 +338,9 @@ def _weights_of_forwards(footprint: Footprint, held: Held) -> list[Transfer]:
     """
     assert held.weights is not None
     total = sum(one.weight_bytes for one in footprint.weights.values())
-    # Where any leave, there is room for a block that is read ahead; where two blocks fit, none stays until the next step.
+    # Where any leave, there is room for a block that is read ahead; where no third one fits, none stays until the next step.
     block = least_weights(footprint)
-    staying = held.weights_bytes - block if held.weights_bytes > 2 * block else 0
+    staying = held.weights_bytes - block if held.weights_bytes >= 3 * block else 0
     leaving = max(0, total - staying) if _leave(footprint, held) else 0
     share = leaving / max(1, total)
     second: dict[str, int] = {}
