@@ -74,7 +74,7 @@ def share_staying(model, optimizer):
 
 
 class Trained:
-    """Eight steps, of which two are measured before the first plan: their losses, the weights, the peaks that were measured, and where everything was."""
+    """Eight steps, of which two are measured before the first plan: losses, weights, measured peaks, and where all was."""
 
     def __init__(
         self, name, folder, budget=None, steps=8, prepare=True, optimizer=torch.optim.AdamW, batch=batch, **settings

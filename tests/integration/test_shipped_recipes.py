@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.usefixtures("short_search"),
 ]
 
-PASSES = "hf_offload.optimizers.mezo.passes"
+PASSES = "hf_offload.optimizers.mezo.blocks"
 WORDS = 2 * math.log(VOCABULARY)
 MOST = {"causal-lm": WORDS, "masked-lm": WORDS, "sequence-classification": 2 * math.log(2), "seq2seq-lm": 50}
 """Loss of a new model: twice that of one that knows nothing; but T5's new output head has large logits."""
@@ -76,7 +76,7 @@ def test_a_recipe_without_backward_trains_weights_on_a_drive(name, tmp_path, tok
     assert len(found.losses) == 2
     assert found.losses == expected.losses
     said = [record.getMessage() for record in caplog.records if record.name == PASSES]
-    assert said == ["MeZO computes both losses of a step in one pass over the weights."]
+    assert said == ["MeZO computes both losses of a step with one visit to each block from the next step on."]
 
 
 def test_all_shipped_recipes_are_good():
