@@ -162,9 +162,10 @@ def assert_offloaded(trainer):
 
 def assert_changes_nothing(plain, flags, kinds=(TrainingArguments, OffloadTrainingArguments), **options):
     """Trainings without and with ``flags`` are the same but for where activations are. Returns both."""
-    trainers = [make_trainer(kind(**plain, **more), **options) for kind, more in zip(kinds, ({}, flags), strict=True)]
-    for trainer in trainers:
-        trainer.train()
+    trainers = []
+    for kind, more in zip(kinds, ({}, flags), strict=True):
+        trainers.append(make_trainer(kind(**plain, **more), **options))  # which draws the weights
+        trainers[-1].train()
     assert_same_training(*trainers)
     assert_offloaded(trainers[1])
     return trainers
@@ -262,23 +263,28 @@ def test_evaluation_saves_nothing(plain, flags):
 
 def test_auto_find_batch_size(plain, flags):
     """The second begin of the training, with a smaller batch, finds the first one's session and replaces it."""
-    sizes = []
 
-    def refuse(module, inputs):
-        sizes.append(len(inputs[0]))
-        if sizes[-1] > 3:
-            raise RuntimeError("CUDA out of memory.")
+    def trained(args):
+        trainer = make_trainer(args)
+        sizes = []
 
-    plain |= {"auto_find_batch_size": True, "per_device_train_batch_size": 4}
-    trainers = [make_trainer(TrainingArguments(**plain)), make_trainer(OffloadTrainingArguments(**plain, **flags))]
-    for trainer in trainers:
-        sizes.clear()
+        def refuse(module, inputs):
+            sizes.append(len(inputs[0]))
+            if sizes[-1] > 3:
+                raise RuntimeError("CUDA out of memory.")
+
         handle = trainer.model.transformer.wte.register_forward_pre_hook(refuse)
         trainer.train()
         handle.remove()
-        assert (sizes[0], sizes[-1] < 4) == (4, True)
-    assert_same_training(*trainers)
-    assert_offloaded(trainers[1])
+        assert sizes[0] == 4
+        assert sizes[-1] < 4
+        return trainer
+
+    plain |= {"auto_find_batch_size": True, "per_device_train_batch_size": 4}
+    expected = trained(TrainingArguments(**plain))
+    found = trained(OffloadTrainingArguments(**plain, **flags))
+    assert_same_training(expected, found)
+    assert_offloaded(found)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

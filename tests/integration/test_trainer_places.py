@@ -183,7 +183,7 @@ class ComputesItself(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"tier": "auto", "memory_budget": "6MiB"}, {"optimizer": "auto", "memory_budget": "1MiB"}]
+    "settings", [{"tier": "auto", "memory_budget": "8MiB"}, {"optimizer": "auto", "memory_budget": "1MiB"}]
 )
 def test_what_is_automatic_leaves_state_of_unknown_classes_in_memory_and_says_why(settings, tmp_path, caplog):
     found = []
