@@ -23,7 +23,6 @@ REASONS = {
     ("benchmarks/loss.py", ".is_cuda"): "Liger's kernels are Triton's, which other accelerators need not have",
     ("engine/device.py", "'cuda'"): "before PyTorch 2.13, streams of no other kind say whether they are captured",
     ("engine/device.py", "torch.cuda.is_current_stream_capturing"): "torch.accelerator has no word for it",
-    ("optimizers/projected/svd.py", ".is_cuda"): "torch.linalg.svd lets one choose a driver, cuSOLVER's, on CUDA only",
     ("state/guard.py", "'is_cuda'"): "an attribute of tensors, which reads no value",
     ("plan/hardware.py", "'cuda'"): "the cards whose data sheets are known are NVIDIA's",
     ("planning/machine.py", "torch.cuda.is_available"): _CUFILE,
