@@ -405,3 +405,23 @@ def test_values_that_only_change_places_are_written(late):
     let_weights_leave(session)
     assert torch.equal(weight.detach().cpu(), torch.eye(64)[places])
     session.detach()
+
+
+@pytest.mark.parametrize("tier", ["none", "ram"])
+def test_weights_that_a_graph_has_saved_while_all_stayed_stay_until_its_backward(tier, late):
+    gradients = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]).to("late:0")
+        session = park(model, params="ram", tier=tier) if offloads else None
+        inputs = torch.ones(4, 64, device="late:0")
+        if session is not None:
+            session.residency.limit_bytes = 1 << 20
+            model(inputs).sum().backward()
+            model.zero_grad()
+        loss = model(inputs).sum()
+        if session is not None:
+            session.residency.limit_bytes = 1
+        loss.backward()
+        gradients.append([parameter.grad.cpu() for parameter in model.parameters()])
+    assert_same(*gradients)
