@@ -98,8 +98,7 @@ WITHIN_A_STEP = (
     "weights or state that leave memory, while bytes move or an update is computed: autocast, modes, transforms and "
     "traces are switched off in its thread, and PyTorch's default dtype is that of the step",
     "bookkeeping of the engine, microseconds at a time: handlers of signals such as Ctrl-C's run right after it",
-    "tier auto, in a step that is measured: hooks around every optimizer's step, a dispatch mode that counts tensors, and "
-    "torch.autograd._engine_run_backward lets that mode count where backward runs in another thread, too",
+    "tier auto, in a step that is measured: hooks around every optimizer's step, and a dispatch mode that counts tensors",
 )
 CHILD_PROCESSES = (
     "command launch: when it ends, the kernel sends its processes SIGTERM, and half a minute later they are killed",

@@ -109,13 +109,6 @@ class StreamedParameter(guard.Debt):
             one.parts.read_ahead(begin * by, (end - begin) * by) for one, by in zip(needed, ratios, strict=True) if by
         )
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of its state that leave memory."""
-        parameter = self.parameter_ref()
-        tensors = [] if parameter is None else self.streaming.state_tensors(parameter)
-        return sum(one.nbytes for tensor in tensors if (one := parked_of(tensor)) is not None)
-
     # -- updates in backward ------------------------------------------------------------------------------------------------
 
     def check_stepped(self) -> None:

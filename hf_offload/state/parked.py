@@ -3,8 +3,8 @@
 Note: why no code reads wrong bytes
     Tensors, views and aliases share one storage, and the storage has one pointer. Here, it points to a slab; away, on a CPU,
     to the slot itself, mapped: reads and writes go to the drive. The pointer turns to the slot
-    only when the write of the slab has ended, in the thread that trains. Where others have the address itself (NumPy arrays,
-    DLPack), the pointer stays as it is: the storage's use count tells.
+    only when the write of the slab has ended, in the thread that trains. Where others have it (aliases, or the address
+    itself: NumPy arrays, DLPack), the pointer stays as it is: the storage's use count tells.
 
     On an accelerator, an away storage has no memory, and its tensors are guarded (:mod:`~hf_offload.state.guard`). A guard
     sees later operations, but no writes without a new version: sums of the memory, computed there, tell whether it is what
@@ -162,21 +162,6 @@ class Parked(guard.Debt):
         storage = self._storage()
         return storage is not None and storage.is_shared()
 
-    @property
-    def _pointer_stays(self) -> bool:
-        """Whether the pointer must stay as it is."""
-        return self.is_held and (not self.on_host or self.uses.may_be_addresses)
-
-    def pause(self) -> None:
-        """Code of the user runs from now on."""
-        if self.on_host:  # elsewhere, whatever others hold stays
-            self.uses.note()
-
-    def resume(self) -> None:
-        """A forward or backward runs."""
-        if self.on_host:
-            self.uses.resume(self.is_held)
-
     def note_stream(self) -> None:
         """The current stream is about to use the memory, which is free when it has."""
         if self.where is Where.HERE and not self.on_host:
@@ -193,7 +178,7 @@ class Parked(guard.Debt):
 
         On a CPU, the bytes are in memory until :meth:`Store.collect` finds that they were written.
         """
-        if self.where is not Where.HERE or self.stays or self._pointer_stays:
+        if self.where is not Where.HERE or self.stays or self.is_held:
             return False
         storage = self._storage()
         if storage is None or self._was_given_memory(storage):
@@ -334,7 +319,7 @@ class Parked(guard.Debt):
             if self._slab is not None and not self.on_host:  # it has come back
                 self.store.recycle(self._slab)
                 self._slab = None
-        elif self.on_host and (self.present_version() != self.version or self._pointer_stays):
+        elif self.on_host and (self.present_version() != self.version or self.is_held):
             self.where, self._is_clean = Where.HERE, False
         else:
             self.depart(storage)
@@ -404,12 +389,12 @@ class Parked(guard.Debt):
 
     def begin_to_come(self) -> None:
         """Begin to read it, whether the window has room or not: it is needed at once, by :meth:`come`."""
-        if self.can_be_read_in_parts and self._read is None and not (self.parts.are_written or self._pointer_stays):
+        if self.can_be_read_in_parts and self._read is None and not (self.parts.are_written or self.is_held):
             self._begin_read(urgent=True)
 
     @signals_deferred
     def come(self) -> None:
-        """Be in memory. On a CPU, it stays where it is while others have its address.
+        """Be in memory. On a CPU, it stays where it is while others have its memory.
 
         Raises :class:`~hf_offload.errors.StorageError` if it cannot be read; it can be asked for again.
         """
@@ -424,7 +409,7 @@ class Parked(guard.Debt):
         if self.on_host and self.where is Where.LEAVING:
             self.where = Where.HERE
             return
-        if self.on_host and self._pointer_stays and not self.parts.rescued:
+        if self.on_host and self.is_held and not self.parts.rescued:
             return
         slab = self._slab if self.where is Where.LEAVING else self._loaded(storage)
         assert slab is not None

@@ -11,7 +11,7 @@ from hf_offload.errors import SavedTensorModifiedError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state.parked import Parked
 from hf_offload.state.registry import parked_of
-from hf_offload.state.units import Unit, Units, pause_after_backward, unit_with
+from hf_offload.state.units import Unit, Units, pause_after_backward, unit_with, units_of
 from hf_offload.surgery import EagerHook
 
 
@@ -68,13 +68,16 @@ class SavedWeight:
         return torch._neg_view(tensor) if self.neg else tensor
 
 
-def saved_weight(tensor: Tensor) -> SavedWeight | None:
+def saved_weight(tensor: Tensor) -> SavedWeight | KeptTensor | None:
     """What to save instead of ``tensor``, if it is a weight that may leave memory, or a view of one."""
     parked = parked_of(tensor)
     if parked is None:
         return None
     for owner in parked.tensors:
         found = unit_with(owner)
+        if found is not None and found[0].stay([found[1]]):
+            with torch._C.DisableTorchFunctionSubclass():
+                return KeptTensor(tensor.detach(), tensor._version)  # an alias, by which it stays until backward
         if found is not None:
             return SavedWeight(tensor, parked, *found)
     return None
@@ -176,6 +179,10 @@ class _Follow:
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             self._thread.entered.append(None)  # those of an engine save weights, too; checkpointing's must be innermost
+            return
+        units = units_of(module)
+        if units.stay(units.units):  # what a graph has saved without hooks stays until its backward
+            self._thread.entered.append(None)
             return
         hooks.__enter__()
         self._thread.entered.append(hooks)

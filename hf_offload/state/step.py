@@ -128,7 +128,7 @@ class Streaming:
             for trained in self.records:
                 parameter = trained.parameter_ref()
                 assert parameter is not None
-                if id(parameter) in wanted and id(parameter) not in self._updates.staying:
+                if id(parameter) in wanted and self.moves(parameter):
                     self.finish([trained])
                     for tensor in (*self.state_tensors(parameter), gradient_of(parameter)):
                         parked = None if tensor is None else parked_of(tensor)
@@ -212,7 +212,7 @@ class Streaming:
                 self._refuse_sparse(trained)
             elif self._updates_now() and comes_once(trained):
                 self._update_in_backward(trained, parameter, gradient)
-            elif id(parameter) not in self._updates.staying and may_move(gradient, self._smallest_bytes):
+            elif self.moves(parameter) and may_move(gradient, self._smallest_bytes):
                 assert self.gradient_store is not None
                 park_gradient(
                     gradient, f"the gradient of {trained.name}", self.gradient_store, self.wants_norms and is_outside()
@@ -284,16 +284,11 @@ class Streaming:
                         trained.end_backward()
                     if gradient is None:
                         continue
-                    if (
-                        trained is None
-                        or id(parameter) in self._updates.staying
-                        or gradient.layout is not torch.strided
-                    ):
+                    if trained is None or not self.moves(parameter) or gradient.layout is not torch.strided:
                         staying.append(number)
                         continue
-                    noted.append(
-                        (trained, Update(self.state, context, {**options, **names_of(group, [number])}, gradient))
-                    )
+                    named = {**options, **names_of(group, [number])}
+                    noted.append((trained, Update(self.state, context, named, gradient)))
                 if staying:
                     params = [group["params"][number] for number in staying]
                     in_memory.append({**options, **names_of(group, staying), "params": params})

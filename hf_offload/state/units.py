@@ -64,6 +64,7 @@ class Unit:
         name: Of the module that owns them.
         number: Its place among the model's units.
         weights: Those of them that may leave memory.
+        nbytes: Bytes of these.
         owed: What computes updates that they wait for, by the optimizer and the parameter.
         uses: How many use it now.
         was_called: Its owner was called in the last forward: updates may wait for that.
@@ -75,19 +76,24 @@ class Unit:
         self.number = number
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.weights: list[Parked] = []
+        self.nbytes = 0
         self.owed: weakref.WeakValueDictionary[Any, Owed] = weakref.WeakValueDictionary()
         self.uses = 0
         self.was_called = False
         self.is_in_fast_path = False
 
+    def set_weights(self, weights: list[Parked]) -> None:
+        """These may leave memory from now on."""
+        self.weights, self.nbytes = weights, sum(weight.nbytes for weight in weights)
+
     @property
-    def nbytes(self) -> int:
-        """Bytes of its weights that may leave memory."""
-        return sum(weight.nbytes for weight in self.weights)
+    def is_here(self) -> bool:
+        """Whether all of them are in memory."""
+        return all(weight.where is Where.HERE for weight in self.weights)
 
     @property
     def bytes_here(self) -> int:
-        """Those of them that are in memory."""
+        """Bytes of those that are in memory."""
         return sum(weight.nbytes for weight in self.weights if weight.where is Where.HERE)
 
     @property
@@ -100,12 +106,12 @@ class Units:
     """The units of one model, which hooks on their owners bring.
 
     Attributes:
-        limit_bytes: Most bytes of weights in memory, but for the floor. None while no weight leaves.
+        limit_bytes: Most bytes of weights in memory that may leave it, but for the floor.
         most_bytes: Most bytes of them that were in memory at any time since it was set to 0.
     """
 
     def __init__(self, model: nn.Module):
-        self.limit_bytes: int | None = None
+        self.limit_bytes = 0
         self.most_bytes = 0
         self.lock = threading.RLock()
         self.handling: Handling | None = None
@@ -115,7 +121,6 @@ class Units:
         self._handles: list[RemovableHandle] = []
         self._in_fast_paths: list[tuple[weakref.ref[nn.Module], EagerHook, RemovableHandle]] = []
         self._used_by: weakref.WeakKeyDictionary[threading.Thread, Unit] = weakref.WeakKeyDictionary()
-        self._is_paused = True  # code of the user runs
         self._process = os.getpid()
         self.units: list[Unit] = []
         self._by_parameter: dict[int, Unit] = {}
@@ -131,8 +136,7 @@ class Units:
         encoders = [one for one in model.modules() if isinstance(one, nn.TransformerEncoderLayer)]
         fast_paths = {module for encoder in encoders for module in encoder.modules()}
         not_called = {one.out_proj for one in model.modules() if isinstance(one, nn.MultiheadAttention)}
-        for name, owner in _owners(model):
-            parameters = list(owner.parameters(recurse=name in find_blocks(model)))
+        for name, owner, parameters in _owners(model):
             new = [p for p in parameters if self.unit_of(p) is None]
             if new:
                 unit = Unit(name, len(self.units), new)
@@ -150,36 +154,17 @@ class Units:
                     self._in_fast_paths.append((weakref.ref(owner), arrive, self._handles[-1]))
         self._order = UseOrder(len(self.units))
 
-    def pause(self, ends: bool = False) -> None:
-        """Code of the user runs from now on, unless a forward or backward goes on; the innermost forward ``ends``."""
-        if not (self._is_paused or _steps.depth) and self._count_forwards() == ends:
-            self._is_paused = True
-            pause()
-            for weight in self._weights():
-                weight.pause()
-
-    def resume(self, begins: bool = False) -> None:
-        """A forward or backward runs; the innermost forward ``begins``."""
-        if not self._is_paused and self._count_forwards() == begins and torch._C._current_graph_task_id() == -1:
-            self._is_paused = True  # for errors and Ctrl-C end backwards, and Ctrl-C forwards, without a word
-            for weight in self._weights():
-                weight.uses.suspect()
-        if self._is_paused:
-            self._is_paused = False
-            for weight in self._weights():
-                weight.resume()
-
-    def _count_forwards(self) -> int:
-        """How many forwards of the model this thread is in."""
-        model, count = self._model(), 0
+    def _is_in_forward(self) -> bool:
+        """Whether this thread is in a forward of the model."""
+        model = self._model()
         frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            count += frame.f_code is _CALL and frame.f_locals["self"] is model
+        while frame is not None and not (frame.f_code is _CALL and frame.f_locals["self"] is model):
             frame = frame.f_back
-        return count
+        return frame is not None
 
-    def _weights(self) -> Iterator[Parked]:
-        return (weight for unit in self.units for weight in unit.weights)
+    def _is_busy(self) -> bool:
+        """Whether a forward, a backward or a step goes on, rather than code of the user."""
+        return bool(_steps.depth or torch._C._current_graph_task_id() >= 0 or self._is_in_forward())
 
     @property
     def is_compiled(self) -> bool:
@@ -209,7 +194,6 @@ class Units:
         with self._section(), self.lock:
             self._order.used(_BEGIN)
             pause()
-            self.resume(begins=True)
             transformed = torch._C._functorch.peek_interpreter_stack() is not None
             evaluates = transformed or not torch.is_grad_enabled() or not module.training
             for unit in self.units:
@@ -227,7 +211,7 @@ class Units:
             self._in_fast_paths = [
                 (owner, hook, _again(owner, hook, handle)) for owner, hook, handle in self._in_fast_paths
             ]
-            pause_all(self)
+            pause()
 
     def _loads(self, module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
         """Values are about to be loaded into the model."""
@@ -242,9 +226,18 @@ class Units:
 
     # -- uses -------------------------------------------------------------------------------------------------------------
 
+    def stay(self, units: Iterable[Unit]) -> bool:
+        """Whether ``units`` are in memory, and none leaves it: all of the model may be there at a time."""
+        return self.limit_bytes >= self.total_bytes and all(unit.is_here for unit in units)
+
     @torch._disable_dynamo
     def need(self, unit: Unit) -> None:
         """Let ``unit`` be in memory, with all its updates: it is about to be used."""
+        if not unit.owed and self.stay([unit]):
+            self._order.used(unit.number)
+            for weight in unit.weights:
+                weight.note_stream()
+            return
         with self.using([unit]):
             pass
 
@@ -259,7 +252,6 @@ class Units:
         used: list[Unit] = []
         try:
             with signals_deferred, self._section(), self.lock:
-                self.resume()
                 for unit in units:
                     self._order.used(unit.number)
                     unit.uses += 1
@@ -270,8 +262,8 @@ class Units:
         finally:
             for unit in used:
                 unit.uses -= 1
-            if torch._C._current_graph_task_id() == -1:
-                self.pause()
+            if not self._is_busy():
+                pause()
 
     def complete(self, unit: Unit) -> None:
         """Let ``unit`` owe nothing. Outside of forwards and backwards, it leaves again at once: aliases that are made now
@@ -279,7 +271,7 @@ class Units:
         """
         with self.using([unit]):
             pass
-        if not self._count_forwards() and torch._C._current_graph_task_id() == -1 and self.limit_bytes is not None:
+        if not self._is_busy():
             with self.lock, outside():
                 self._used_by.pop(threading.current_thread(), None)
                 for weight in unit.weights:
@@ -290,26 +282,24 @@ class Units:
     def _section(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.handling is None else self.handling.of(WEIGHTS)
 
-    def _misses(self, unit: Unit) -> bool:
-        return self.limit_bytes is not None and any(not weight.is_here for weight in unit.weights)
-
     def _bring(self, unit: Unit, finishes: bool) -> None:
         self._used_by[threading.current_thread()] = unit
         if any(not weight.tensors for weight in unit.weights):  # they were given other memory
-            unit.weights = [weight for weight in unit.weights if weight.tensors]
+            unit.set_weights([weight for weight in unit.weights if weight.tensors])
             for parameter in (found for reference in unit.parameters if (found := reference()) is not None):
                 self.adopt(parameter)
-        if self._misses(unit):
+        if not unit.is_here:
             self._begin_to_bring(unit, must=True)
             for weight in unit.weights:
                 weight.come()
-        for weight in unit.weights if self.limit_bytes is not None else ():
+            self.most_bytes = max(self.most_bytes, self.bytes_here)
+        for weight in unit.weights:
             weight.note_stream()
-        self.most_bytes = max(self.most_bytes, self.bytes_here)
         self._read_ahead()
-        for owed in list(unit.owed.values()) if finishes else ():
-            owed.finish()
-        self._read_ahead()
+        if finishes and unit.owed:
+            for owed in list(unit.owed.values()):
+                owed.finish()
+            self._read_ahead()
         self.throttle()
 
     def _begin_to_bring(self, unit: Unit, keeps: Sequence[Unit] = (), must: bool = False) -> bool:
@@ -329,8 +319,6 @@ class Units:
         """Let units leave that are used last, but not now, and none that it ``keeps``, until so many bytes may come. False if
         they may not.
         """
-        if self.limit_bytes is None:
-            return True
         excess = sum(unit.bytes_taken for unit in self.units) + nbytes - self.limit_bytes
         keeps = [*keeps, *self._used_by.values()]
         for unit in self._farthest_first() if excess > 0 else ():
@@ -341,16 +329,6 @@ class Units:
                     excess -= weight.nbytes
             self.throttle()
         return excess <= 0
-
-    def let_all_leave(self) -> None:
-        """Let no weight be in memory that may leave."""
-        with self.lock:
-            self._used_by.clear()
-            for unit in self.units:
-                if not unit.uses:
-                    for weight in unit.weights:
-                        weight.leave()
-                        self.throttle()
 
     @property
     def bytes_here(self) -> int:
@@ -372,41 +350,39 @@ class Units:
         return sorted(present, key=lambda unit: next_use.get(unit.number, never), reverse=True)
 
     def _read_ahead(self) -> None:
-        if not (_steps.depth or torch._C._current_graph_task_id() >= 0 or self._count_forwards()):
+        if not self._is_busy():
             return  # code of the user runs next
         coming = self.coming()
         _read_for_updates(coming)
         # As much as the largest unit: for more, what is needed again would have to leave.
         room = max((unit.nbytes for unit in self.units), default=0)
-        for place, unit in enumerate(coming if self.limit_bytes is not None else ()):
-            room -= unit.nbytes - unit.bytes_here
-            if room < 0 or not self._begin_to_bring(unit, keeps=coming[:place]):
-                return
+        for place, unit in enumerate(coming):
+            if not unit.is_here:
+                room -= unit.nbytes - unit.bytes_here
+                if room < 0 or not self._begin_to_bring(unit, keeps=coming[:place]):
+                    return
 
     def read_ahead_for_updates(self) -> None:
         """Begin to read what the first updates that wait for the next forward need: while they wait, they are guarded."""
         _read_for_updates(self.coming(skips=True))
 
     def coming(self, skips: bool = False) -> list[Unit]:
-        """Those that are probably used from now on, in order, before another forward begins; or in that one, if it
+        """The first that are probably used from now on, in order, before another forward begins; or in that one, if it
         ``skips`` its beginning.
         """
         coming = iter(self._order.coming())
         if skips:
             coming = itertools.dropwhile(lambda number: number == _BEGIN, coming)
-        coming = itertools.takewhile(lambda number: number != _BEGIN, coming)
-        return [self.units[number] for number in dict.fromkeys(coming)]
+        found: dict[int, Unit] = {}
+        for number in itertools.takewhile(lambda number: number != _BEGIN, coming):
+            found[number] = self.units[number]
+            if len(found) == _AHEAD:
+                break
+        return list(found.values())
 
 
 def _read_for_updates(coming: list[Unit]) -> None:
-    all(owed.read_ahead() for unit in coming[:_AHEAD] for owed in list(unit.owed.values()))  # until there is no room
-
-
-def pause_all(ending: Units | None = None) -> None:
-    """Code of the user runs from now on: a forward of the model of ``ending`` ends."""
-    pause()
-    for units in list(_of_models.values()):
-        units.pause(units is ending)
+    all(owed.read_ahead() for unit in coming for owed in list(unit.owed.values()))  # until there is no room
 
 
 class _Steps(threading.local):
@@ -427,9 +403,8 @@ def stepping() -> Iterator[None]:
         yield
     finally:
         _steps.depth -= 1
-        is_running = any(units._count_forwards() for units in list(_of_models.values()))
-        if not (_steps.depth or is_running or torch._C._current_graph_task_id() >= 0):
-            pause_all()
+        if not (_steps.depth or any(units._is_busy() for units in list(_of_models.values()))):
+            pause()
 
 
 class _Backwards(threading.local):
@@ -443,11 +418,11 @@ _backwards = _Backwards()
 
 
 def pause_after_backward() -> None:
-    """A hook of a backward runs: :func:`pause_all` is called once it has ended."""
+    """A hook of a backward runs: :func:`pause` is called once it has ended."""
     number = torch._C._current_graph_task_id()
     if number >= 0 and number != _backwards.number:
         _backwards.number = number
-        torch.autograd.Variable._execution_engine.queue_callback(pause_all)
+        torch.autograd.Variable._execution_engine.queue_callback(pause)
 
 
 class _Arrive:
@@ -513,13 +488,13 @@ def _forget(key: int) -> Any:
     return functools.partial(_units_of.pop, key)
 
 
-def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The blocks, and what has parameters of its own outside of them, in the order of registration."""
+def _owners(model: nn.Module) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
+    """The blocks, and what has parameters of its own outside of them, in the order of registration, with these."""
     blocks = find_blocks(model)
-    found: list[tuple[str, nn.Module]] = list(blocks.items())
+    found = [(name, block, list(block.parameters())) for name, block in blocks.items()]
+    inside = {module for block in blocks.values() for module in block.modules()}
     for name, module in model.named_modules():
-        inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
-        has_own = next(iter(module.parameters(recurse=False)), None) is not None
-        if not inside and has_own and not isinstance(module, torch.jit.ScriptModule):
-            found.append((name or type(model).__name__, module))
+        own = list(module.parameters(recurse=False))
+        if own and module not in inside and not isinstance(module, torch.jit.ScriptModule):
+            found.append((name or type(model).__name__, module, own))
     return found

@@ -33,8 +33,6 @@ class Uses:
         self._storage = storage
         self._on_host = on_host
         self._may_be_saved = may_be_saved
-        self._are_addresses = True  # others may have the address
-        self._noted: int | None = None  # when code of the user began to run; None while it does not
         self._holder: weakref.ref[Holder] | None = None
 
     def have_others(self, tensors: Sequence[Tensor]) -> bool:
@@ -48,28 +46,6 @@ class Uses:
             return False
         of_graphs = self._holder is not None and self._holder() is not None
         return _count_names(storage) > _NAMES + of_graphs or (self._may_be_saved and any(map(_is_saved, tensors)))
-
-    @property
-    def may_be_addresses(self) -> bool:
-        """Whether what others have may be the address: aliases follow the storage."""
-        storage = self._storage()
-        if self._are_addresses or self._noted is None or storage is None:
-            return self._are_addresses
-        return _count(storage) > self._noted
-
-    def note(self) -> None:
-        """Code of the user runs from now on: what it keeps of the memory may be an address."""
-        storage = self._storage()
-        self._noted = None if storage is None else _count(storage)
-
-    def suspect(self) -> None:
-        """Code of the user has run: whatever others have of the memory may be an address."""
-        self._are_addresses, self._noted = True, None
-
-    def resume(self, is_held: bool) -> None:
-        """It has run. Aliases that forwards and backwards keep for themselves follow the storage."""
-        self._are_addresses = is_held and self.may_be_addresses
-        self._noted = None
 
     def holder(self) -> Holder:
         """What a graph is to hold, rather than the storage."""

@@ -87,7 +87,7 @@ class Weights:
         parked.name = name
         found = unit_with(parameter)
         if found is not None and parked not in found[1].weights:
-            found[1].weights.append(parked)
+            found[1].set_weights([*found[1].weights, parked])
         return parked
 
     def _know_aliases(self, model: nn.Module) -> None:
@@ -169,22 +169,14 @@ class Weights:
         stats = self.store.tier.stats
         return stats.written_bytes, stats.read_bytes
 
-    def let_all_leave(self) -> None:
-        """Write all of them, and let them leave."""
-        if self._units is not None:
-            with outside():
-                self._units.let_all_leave()
-        self.store.settle()
-
     def bring_all(self) -> None:
         """Let all weights be in memory, for good."""
         with outside():
             for parked in self.weights():
                 parked.bring_for_good()
         if self._units is not None:
-            self._units.limit_bytes = None
             for unit in self._units.units:
-                unit.weights.clear()
+                unit.set_weights([])
         self.store.settle()
         for parked in self.weights():
             parked.forget()

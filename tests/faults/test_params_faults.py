@@ -8,7 +8,8 @@ import torch
 
 from hf_offload.errors import StorageError
 from hf_offload.session import attached_session
-from hf_offload.state.units import pause_all, units_of
+from hf_offload.state.registry import pause
+from hf_offload.state.units import units_of
 from tests.faults.failing_calls import ALL, EIO, Faults
 from tests.faults.interrupted import used_bytes
 from tests.faults.numbered_steps import PARKED, Training, values_in_memory
@@ -59,7 +60,7 @@ def test_a_weight_that_cannot_be_read_is_an_error_that_names_it(failing, optimiz
         for phase in PHASES:
             if phase == failing:
                 leave_memory(made.session)
-                pause_all()  # nothing is on its way ahead of its use
+                pause()  # nothing is on its way ahead of its use
                 Faults(monkeypatch, "read_once", EIO, ALL)
             getattr(phases, phase)(1)
     names = {name for name, _ in made.model.named_parameters()}

@@ -15,6 +15,7 @@ from hf_offload.state import setting
 from hf_offload.state.optimizer import streaming_of
 from hf_offload.state.step import Streaming
 from hf_offload.storage.store import Store
+from tests.helpers.parked import let_weights_leave
 
 PART_BYTES = 4 * 4096 * 2
 """Small enough for matrices of tests to step in several parts."""
@@ -102,7 +103,7 @@ class Run:
         """All weights leave memory, also those that were used just now."""
         for session in self.sessions:
             if session.residency is not None:
-                session.residency.let_all_leave()
+                let_weights_leave(session)
 
     def written_bytes(self) -> int:
         """Bytes of weights, gradients and state that were written to tiers."""

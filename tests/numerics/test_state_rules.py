@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint_sequential
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.planning.measuring import StepMeter
@@ -235,8 +235,10 @@ def test_state_that_is_being_written_in_parts_is_that_after_the_step(tmp_path, m
 @pytest.mark.filterwarnings("ignore")  # of bitsandbytes
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_quantised_weights_are_written_once_and_stay_no_longer_than_they_are_used(kind, tmp_path):
-    """bitsandbytes keeps views of them from forward to backward."""
-    model = quantised(kind)
+    """Reentrant checkpoints, for bitsandbytes keeps views of what is in 4 bits on ``ctx``."""
+    model = quantised(kind).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
     words = torch.ones(2, 8, dtype=torch.long)
     model(input_ids=words, labels=words).loss.backward()
     session = parked(model, tmp_path)
@@ -253,13 +255,35 @@ def test_quantised_weights_are_written_once_and_stay_no_longer_than_they_are_use
     assert (stats.written_bytes, stats.read_bytes > read) == (written, True)
 
 
-def test_weights_of_a_checkpoint_leave_memory_while_backward_is_in_it(tmp_path):
+def test_weights_of_checkpoints_leave_memory_while_backward_is_in_another(tmp_path):
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(12)])
     session = parked(model, tmp_path)
     session.residency.limit_bytes = limit = 3 * model[0].weight.nbytes
     session.residency.begin_run()
-    checkpoint(model, torch.ones(4, 32, requires_grad=True), use_reentrant=False).sum().backward()
+    checkpoint_sequential(model, 12, torch.ones(4, 32, requires_grad=True), use_reentrant=False).sum().backward()
     assert 0 < session.residency.most_bytes <= limit
+
+
+@pytest.mark.parametrize("tier", ["none", "ram"])
+def test_weights_that_a_graph_has_saved_while_all_stayed_stay_until_its_backward(tier, tmp_path):
+    gradients = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)])
+        session = parked(model, tmp_path, tier=tier) if offloads else None
+        if session is not None:
+            session.residency.limit_bytes = 1 << 20
+            model(torch.ones(4, 32)).sum().backward()
+            model.zero_grad()
+            assert len(in_memory(session)) == 8  # they have come, and stay
+        loss = model(torch.ones(4, 32)).sum()
+        if session is not None:
+            session.residency.limit_bytes = 1
+            # The input of the first one has no gradient, and the unit that was used last stays as a whole.
+            assert in_memory(session) == {"1.0.weight", "2.0.weight", "3.0.weight", "3.0.bias"}
+        loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert same(*gradients)
 
 
 # -- fast paths ----------------------------------------------------------------------------------------------------------

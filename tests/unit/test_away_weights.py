@@ -70,3 +70,23 @@ def test_a_weight_that_others_look_at_is_what_they_see(parked, is_away):
         parked.use()
     found = parked.values()
     assert all(torch.equal(found[name], value) for name, value in values.items())
+
+
+class Keeping(nn.Linear):
+    """Keeps an array of its weight, as code does that caches what it has computed from it."""
+
+    def forward(self, inputs):
+        self.kept = self.weight.detach().numpy()
+        return super().forward(inputs)
+
+
+def test_an_array_that_a_forward_keeps_is_the_weight(tmp_path):
+    model = nn.Sequential(*[Keeping(SIZE, SIZE, bias=False) for _ in range(LAYERS)])
+    session = attach(model, OffloadConfig(tier="none", params="ssd", directory=tmp_path, min_bytes=0))
+    for _ in range(2):
+        model(torch.ones(1, SIZE)).sum().backward()
+        with torch.no_grad():
+            for layer in model:
+                layer.weight.add_(layer.weight.grad)
+    assert all((layer.kept == layer.weight.detach().numpy()).all() for layer in model)
+    session.detach()

@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_offload import OffloadConfig, OffloadSession, attach, create_from_config
 from hf_offload.errors import OffloadConfigError
 from tests.accelerator.on_device.training import Case, batch, build
+from tests.helpers.parked import let_weights_leave
 from tests.helpers.tables import rows
 from tests.helpers.tiny_models import NAMES
 
@@ -104,10 +105,9 @@ def test_weights_leave_the_device(late):
     gc.collect()
     before = torch.accelerator.memory_allocated("late:0")
     session = park(model, params="ram")
-    residency = session.residency
     with torch.no_grad():
         model(**batch(Case(), 0))
-    residency.let_all_leave()
+    let_weights_leave(session)
     gc.collect()
     assert before - torch.accelerator.memory_allocated("late:0") > 0.9 * weights
     session.detach()
@@ -358,7 +358,7 @@ def test_training_holds_two_blocks_on_the_device(late):
 def test_a_state_dict_of_weights_that_are_away_takes_no_memory_of_the_device(late):
     model = build(LLAMA)
     session = park(model, params="ssd")
-    session.residency.let_all_leave()
+    let_weights_leave(session)
     gc.collect()
     before = torch.accelerator.memory_allocated("late:0")
     state = model.state_dict()
@@ -368,7 +368,7 @@ def test_a_state_dict_of_weights_that_are_away_takes_no_memory_of_the_device(lat
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
-    session.residency.let_all_leave()
+    let_weights_leave(session)
     assert_same(expected, list(state.values()))
     session.detach()
 
@@ -395,13 +395,33 @@ def test_values_that_only_change_places_are_written(late):
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).to("late:0")
     nn.init.eye_(model[0].weight)
     session = park(model, params="ram")
-    session.residency.let_all_leave()
+    let_weights_leave(session)
     model(torch.ones(1, 64, device="late:0"))
     session.residency.limit_bytes = 1 << 20
     weight = model[0].weight
     places = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     weight.data.copy_(torch.eye(64)[places])
     session.residency.limit_bytes = 1
-    session.residency.let_all_leave()
+    let_weights_leave(session)
     assert torch.equal(weight.detach().cpu(), torch.eye(64)[places])
     session.detach()
+
+
+@pytest.mark.parametrize("tier", ["none", "ram"])
+def test_weights_that_a_graph_has_saved_while_all_stayed_stay_until_its_backward(tier, late):
+    gradients = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]).to("late:0")
+        session = park(model, params="ram", tier=tier) if offloads else None
+        inputs = torch.ones(4, 64, device="late:0")
+        if session is not None:
+            session.residency.limit_bytes = 1 << 20
+            model(inputs).sum().backward()
+            model.zero_grad()
+        loss = model(inputs).sum()
+        if session is not None:
+            session.residency.limit_bytes = 1
+        loss.backward()
+        gradients.append([parameter.grad.cpu() for parameter in model.parameters()])
+    assert_same(*gradients)
