@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from transformers.pytorch_utils import Conv1D
@@ -18,10 +17,9 @@ from hf_offload.surgery import ReplacedForward
 from hf_offload.tensors import are_transformed, is_ordinary
 from hf_offload.transforms.backward import autocast_as_now, autocast_dtype
 from hf_offload.transforms.linear_of_part import Part, linear_of_part
-from hf_offload.transforms.rematerialization.formulas import Formula, Formulas, hull_of, same
+from hf_offload.transforms.rematerialization.formulas import Formula, Formulas
 from hf_offload.transforms.rematerialization.functions import (
     Products,
-    WatchedProducts,
     coarse_activation,
     dropout_again,
     packed_dropout,
@@ -42,25 +40,14 @@ class RematerializedModule(ReplacedForward):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own, or :meth:`saving_less`."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _in_a_mode() or are_transformed():
-            return self.own_forward(*args, **kwargs)
-        if self.formulas.in_use:
+        ordinary = not (torch.compiler.is_compiling() or _in_a_mode() or are_transformed())
+        if ordinary and self.formulas.in_use and torch.is_grad_enabled():
             return _run(self.saving_less, *args, **kwargs)
-        if self._is_to_be_watched(*args):
-            return _run(self.watched, *args, **kwargs)
         return self.own_forward(*args, **kwargs)
-
-    def _is_to_be_watched(self, first: Any = None, *others: Any) -> bool:
-        has_data = isinstance(first, Tensor) and not isinstance(first, FakeTensor)
-        return has_data and self.formulas.watch_now(first.device)
 
     @abstractmethod
     def saving_less(self, *args: Any, **kwargs: Any) -> Any:
         """The same result, with less saved."""
-
-    @abstractmethod
-    def watched(self, *args: Any, **kwargs: Any) -> Any:
-        """The same result, with the same saved, and a look at what :meth:`saving_less` would save: see :class:`Formulas`."""
 
 
 @signals_deferred
@@ -86,10 +73,6 @@ class ProductsInside(RematerializedModule):
         with Products(self.formulas):
             return self.own_forward(*args, **kwargs)
 
-    def watched(self, *args: Any, **kwargs: Any) -> Any:
-        with WatchedProducts(self.formulas):
-            return self.own_forward(*args, **kwargs)
-
 
 class OneTensorModule(RematerializedModule):
     """A module that takes one tensor; called in another way, it runs its own forward."""
@@ -97,18 +80,9 @@ class OneTensorModule(RematerializedModule):
     def saving_less(self, *args: Any, **kwargs: Any) -> Any:
         return self.of_tensor(args[0]) if _is_plain(args, kwargs) else self.own_forward(*args, **kwargs)
 
-    def watched(self, *args: Any, **kwargs: Any) -> Any:
-        result = self.own_forward(*args, **kwargs)
-        if _is_plain(args, kwargs) and isinstance(result, Tensor):
-            self.note(args[0], result)
-        return result
-
     @abstractmethod
     def of_tensor(self, inputs: Tensor) -> Tensor:
         """The result for ``inputs``."""
-
-    def note(self, inputs: Tensor, result: Tensor) -> None:
-        """Watch what :meth:`of_tensor` would save, and remember what the result would be recomputed from."""
 
 
 def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -132,11 +106,6 @@ class RecomputedFunction(OneTensorModule):
         self.formulas.remember(result, Formula((inputs, *parameters), rerun(module.forward, inputs.device)))
         return result
 
-    def note(self, inputs: Tensor, result: Tensor) -> None:
-        self.formulas.remember(result, Formula((hull_of(inputs),), same))
-        if not self._saves_only_its_input(inputs):
-            self.formulas.watch(result, (inputs,))
-
     def operations(self, module: nn.Module, inputs: Tensor) -> Callable[[Tensor], Tensor]:
         """The forward of ``module``, with every use of its input to be seen."""
         return module.forward
@@ -146,7 +115,11 @@ class RecomputedFunction(OneTensorModule):
         if type(self.module) is nn.LayerNorm:
             # autocast casts the input on some devices, and saves that
             return autocast_dtype(inputs.device) is None
-        return saves_only_its_input(self.module)
+        if type(self.module) in (nn.GELU, nn.SiLU, nn.Mish):
+            return True
+        inner = getattr(self.module, "act", None)  # transformers' choice between torch's function and one in Python
+        inner = getattr(inner, "func", inner)
+        return type(self.module).__name__ == "SiLUActivation" or inner in (nn.functional.gelu, nn.functional.mish)
 
 
 class RecomputedRMSNorm(RecomputedFunction):
@@ -193,11 +166,8 @@ class SavedResult(OneTensorModule):
 
     def of_tensor(self, inputs: Tensor) -> Tensor:
         result = self.own_forward(inputs)
-        self.note(inputs, result)
-        return result
-
-    def note(self, inputs: Tensor, result: Tensor) -> None:
         self.formulas.remember(result, None)
+        return result
 
 
 class PackedReLU(OneTensorModule):
@@ -230,11 +200,6 @@ class PackedDropoutModule(OneTensorModule):
             self.formulas.remember(result, Formula((bits, *formula.tensors), build))
         return result
 
-    def note(self, inputs: Tensor, result: Tensor) -> None:
-        formula = self.formulas.of(inputs)
-        if formula is not None:
-            self.formulas.remember(result, formula)
-
 
 def _rebuild_dropped(build: Callable[..., Tensor], again: Any, bits: Tensor, *tensors: Tensor) -> Tensor:
     return again(build(*tensors), bits)  # type: ignore[no-any-return]
@@ -252,11 +217,6 @@ class RebuiltInputLinear(OneTensorModule):
         dtype = autocast_dtype(inputs.device) or inputs.dtype
         part = Part(formula.tensors, functools.partial(_rebuilt_product, formula.build, dtype))
         return linear_of_part(inputs, layer.weight, layer.bias, part, transposed)
-
-    def note(self, inputs: Tensor, result: Tensor) -> None:
-        formula = self._formula_of(inputs)
-        if formula is not None:
-            self.formulas.watch(result, formula.tensors)
 
     def _formula_of(self, inputs: Tensor) -> Formula | None:
         weight: Any = self.module.weight
@@ -276,12 +236,3 @@ def _rebuilt_product(
     inputs = build(*kept)
     rows = inputs.reshape(-1, inputs.shape[-1]).to(dtype)
     return rows.t() @ gradient if transposed else gradient.t() @ rows
-
-
-def saves_only_its_input(module: nn.Module) -> bool:
-    """Whether an activation module is one operation of torch whose backward needs its input."""
-    if type(module) in (nn.GELU, nn.SiLU, nn.Mish):
-        return True
-    inner = getattr(module, "act", None)  # transformers' choice between torch's function and one in Python
-    inner = getattr(inner, "func", inner)
-    return type(module).__name__ == "SiLUActivation" or inner in (nn.functional.gelu, nn.functional.mish)
