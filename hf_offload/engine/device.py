@@ -20,8 +20,8 @@ _NO_STREAMS = OffloadError("The CPU has no streams and events: copies need none 
 class Device(abc.ABC):
     """A device whose saved tensors are offloaded.
 
-    ``is_host`` says that tiers can read and write the device's memory themselves. It has no streams then, and the transfer layer
-    asks for none.
+    ``is_host`` says that tiers can read and write the device's memory themselves. It has no streams then, and the transfer
+    layer asks for none.
     """
 
     torch_device: torch.device
