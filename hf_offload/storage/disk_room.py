@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from hf_offload.errors import OffloadConfigError, StorageError, TierFullError
+from hf_offload.errors import StorageError, TierFullError
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.budgets import Budget
 from hf_offload.storage.disk_io import DataFile
@@ -53,7 +53,6 @@ class DiskRoom:
         block_bytes: int,
         chunk_bytes: int,
         budget: Budget,
-        closed: Callable[[], None],
     ) -> None:
         self.files = files
         self.block_bytes = block_bytes
@@ -72,7 +71,7 @@ class DiskRoom:
         self._taken: dict[int, set[Piece]] = {}  # by the tier's number
         self._holds: collections.Counter[Piece] = collections.Counter()
         self._waiting: set[Piece] = set()  # given back, and held
-        self._close = weakref.finalize(self, _close_files, files, os.getpid(), budget, closed)
+        self._close = weakref.finalize(self, _close_files, files, os.getpid(), budget)
         self._close.atexit = False
 
     @classmethod
@@ -81,29 +80,23 @@ class DiskRoom:
         paths: Iterable[str | os.PathLike[str]],
         budget: Budget,
         call_with_watchdog: Callable[..., Any],
-        *,
         chunk_bytes: int,
-        direct: bool,
-        align_bytes: int | None,
-        closed: Callable[[], None] = lambda: None,
     ) -> "DiskRoom":
-        """A new file in each directory; ``closed`` is called when they are closed. Arguments as those of ``DiskTier``.
+        """A new file in each directory. Arguments as those of ``DiskTier``.
 
         Raises :class:`~hf_offload.errors.OffloadConfigError` for a directory that cannot be used.
         """
         files: list[DataFile] = []
         try:
             for path in paths:
-                file = call_with_watchdog(partial(DataFile, path, allow_direct=direct), DataFile.close)
+                file = call_with_watchdog(partial(DataFile, path), DataFile.close)
                 files.append(file)
-            block_bytes = max(align_bytes or 1, *(file.direct.align_bytes for file in files))
-            if any(block_bytes % file.direct.align_bytes for file in files):
-                raise OffloadConfigError(f"align_bytes={align_bytes} is not a multiple of what the drives need.")
         except BaseException:
             for file in files:
                 file.close()
             raise
-        return cls(files, block_bytes, round_down(chunk_bytes, block_bytes), budget, closed)
+        block_bytes = max(file.direct.align_bytes for file in files)
+        return cls(files, block_bytes, round_down(chunk_bytes, block_bytes), budget)
 
     def join(self) -> int | None:
         """The number of another tier; None if the room is closed."""
@@ -322,10 +315,9 @@ def _granule(block_bytes: int) -> int:
     return max(block_bytes, 4096)
 
 
-def _close_files(files: list[DataFile], owner_pid: int, budget: Budget, closed: Callable[[], None]) -> None:
+def _close_files(files: list[DataFile], owner_pid: int, budget: Budget) -> None:
     if os.getpid() != owner_pid:  # a forked child has closed its own copies already
         return
     for file in files:
         file.close()
         budget.give(file.size_bytes)
-    closed()

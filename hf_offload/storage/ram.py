@@ -85,9 +85,7 @@ class RamTier(QueuedTier):
         storage: RunStorage | None = None,
         account: str = ACTIVATIONS,
     ):
-        if storage is None:
-            storage = RunStorage()
-            storage.ram.limit_bytes = budget_bytes
+        storage = RunStorage(ram_bytes=budget_bytes) if storage is None else storage
         super().__init__("ram", storage, account, write_threads=threads, read_threads=threads)
         storage.ram_tiers.add(self)
         self._budget = storage.ram

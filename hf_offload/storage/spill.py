@@ -6,8 +6,7 @@ from concurrent.futures import Future
 import torch
 
 from hf_offload.errors import TierFullError
-from hf_offload.storage.kept import KeptSlot
-from hf_offload.storage.tier import Slot, Tier, TierStats
+from hf_offload.storage.tier import KeptSlot, Slot, Tier, TierStats
 
 
 @dataclasses.dataclass(slots=True, eq=False)

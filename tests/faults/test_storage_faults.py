@@ -27,10 +27,12 @@ def filled(nbytes: int, phase: int = 64, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.fixture(params=[True, False], ids=["direct", "buffered"])
-def tier(tmp_path, request):
-    with_direct = DiskTier(tmp_path, chunk_bytes=MIB, direct=request.param)
-    yield with_direct
-    with_direct.close()
+def tier(tmp_path, request, monkeypatch):
+    if not request.param:
+        monkeypatch.setattr(disk_io, "probe_direct_io", lambda *_: disk_io.DirectIo(False, 1, "for this test"))
+    tier = DiskTier(tmp_path, chunk_bytes=MIB)
+    yield tier
+    tier.close()
 
 
 def store(tier, buffer):
