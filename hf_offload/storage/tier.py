@@ -51,8 +51,8 @@ class KeptSlot:
     """Bytes on a drive that stay there as they are while this object is there, whatever becomes of their slot; ``let_go`` is
     called once it is not.
 
-    What is written after its slot was held gets another slot. So a state as of a step needs no copy, and its room is free once
-    it is not needed any more.
+    What is written after its slot was held gets another slot. So a state as of a step needs no copy, and its room is free
+    once it is not needed any more.
     """
 
     def __init__(self, let_go: Callable[[], object]):
