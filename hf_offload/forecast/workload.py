@@ -62,7 +62,6 @@ class Workload:
         attention: Attention implementation, or None for the model's own choice.
         optimizer: A name of the Trainer's ``optim``.
         min_bytes: Smaller tensors stay in memory; None where the device decides.
-        weights: Parameters by dtype as found in a checkpoint, if one was read.
         memory_mode: ``none`` trains every weight with ``optimizer``; the others have an optimizer of their own.
         memory_mode_kwargs: Settings of the mode.
         sampled: How linear layers are sampled, if they are.
@@ -93,7 +92,6 @@ class Workload:
     attention: str | None = None
     optimizer: str = DEFAULT_OPTIMIZER
     min_bytes: int | None = None
-    weights: Mapping[str, int] | None = None
     memory_mode: str = NONE
     memory_mode_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sampled: SampledLinearConfig | None = None

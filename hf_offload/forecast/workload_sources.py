@@ -1,13 +1,14 @@
 """Where a workload comes from: a recipe, a folder with a configuration, or a name of the hub."""
 
+import collections
 import dataclasses
-import json
-import struct
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.forecast.options import PLANNED, WorkloadOptions
@@ -158,39 +159,22 @@ def _from_folder(name: str, folder: Path) -> Workload:
     if not (folder / "config.json").is_file():
         raise OffloadConfigError(f"{folder} has no config.json: name the folder of a model or of a checkpoint.")
     found = _from_config(name, _config(str(folder)))
-    files = sorted(folder.glob("*.safetensors"))
-    weights: dict[str, int] = {}
-    for file in files:
-        for dtype, count in _header_counts(file).items():
-            weights[dtype] = weights.get(dtype, 0) + count
+    weights: collections.Counter[str] = collections.Counter()
+    for file in folder.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="pt") as stored:  # of which only the header is read
+                for one in map(stored.get_slice, stored.keys()):
+                    weights[one.get_dtype()] += math.prod(one.get_shape())
+        except (OSError, SafetensorError) as error:
+            raise OffloadConfigError(f"{file} is not a whole safetensors file: {error}.") from error
     if not weights:
         return found
-    main = max(weights, key=weights.__getitem__)
+    ((main, _),) = weights.most_common(1)
     if main not in _SAFETENSORS_DTYPES:
         raise OffloadConfigError(
             f"{folder}: most weights are stored as {main}, which is not a dtype to train in: pass --dtype."
         )
-    return dataclasses.replace(found, dtype=getattr(torch, _SAFETENSORS_DTYPES[main]), weights=weights)
-
-
-def _header_counts(file: Path) -> dict[str, int]:
-    """Elements per dtype, from a safetensors file's header: an 8-byte length, then JSON."""
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > min(file.stat().st_size, 1 << 30):
-                raise ValueError("its header is longer than the file")
-            header = json.loads(stream.read(length))
-        counts: dict[str, int] = {}
-        for key, entry in header.items():
-            if key != "__metadata__":
-                elements = 1
-                for size in entry["shape"]:
-                    elements *= size
-                counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + elements
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise OffloadConfigError(f"{file} is not a whole safetensors file: {error}.") from error
-    return counts
+    return dataclasses.replace(found, dtype=getattr(torch, _SAFETENSORS_DTYPES[main]))
 
 
 def _from_known(name: str, model: KnownModel) -> Workload:
