@@ -15,21 +15,21 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.elementwise import ALL_EXACT, SWITCHES, RecomputeElementwiseConfig
 from hf_offload.transforms.rematerialization.formulas import Formulas
 from hf_offload.transforms.rematerialization.modules import (
-    CoarseActivation,
-    PackedDropoutModule,
-    PackedReLU,
+    OfTensor,
+    OneTensorModule,
     ProductsInside,
-    RebuiltInputLinear,
-    RecomputedFunction,
-    RecomputedRMSNorm,
-    RematerializedModule,
-    SavedResult,
+    dropout_by_bits,
+    linear_of_rebuilt,
+    recomputed_result,
+    relu_by_bits,
+    saved_result,
+    with_coarse_derivative,
 )
 from hf_offload.transforms.transform import Transform
 
 logger = logging.getLogger(__name__)
 
-_Found = tuple[str, nn.Module, type[RematerializedModule]]
+_Found = tuple[str, nn.Module, OfTensor]
 _EXACT = RecomputeElementwiseConfig((ALL_EXACT,))
 _ELEMENTWISE = (nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Hardswish)
 # Their backward needs the result, so it can stay; what dropout makes of it need not.
@@ -112,12 +112,12 @@ class Rematerialization(Transform):
         formulas = self._formulas
         self.rebuilds_inputs = bool(found.get("activations") or found.get("norms"))
         for modules in found.values():
-            for name, module, kind in modules:
-                self.replace(kind(name, module, formulas))
+            for name, module, of_tensor in modules:
+                self.replace(OneTensorModule(name, module, formulas, of_tensor))
         if self.rebuilds_inputs:
             for name, module in _own_forwards(self.model):
                 if type(module) in (nn.Linear, Conv1D) and module is not self._left_alone():
-                    self.replace(RebuiltInputLinear(name, module, formulas))
+                    self.replace(OneTensorModule(name, module, formulas, linear_of_rebuilt))
         if found.get("activations"):
             for name, module in _parents(self.model, [module for _, module, _ in found["activations"]]):
                 self.replace(ProductsInside(name, module, formulas))
@@ -128,17 +128,17 @@ class Rematerialization(Transform):
         packs_masks = self._config.asks_for("dropout")
         for name, module in _own_forwards(self.model):
             if switch == "norms" and _is_norm(module):
-                yield name, module, RecomputedRMSNorm if type(module) is nn.RMSNorm else RecomputedFunction
+                yield name, module, recomputed_result
             elif switch == "dropout" and type(module) is nn.Dropout and 0 < module.p < 1 and not module.inplace:
-                yield name, module, PackedDropoutModule
+                yield name, module, dropout_by_bits
             elif switch == "activations" and packs_masks and type(module) in _RESULT_KEPT and not _in_place(module):
-                yield name, module, SavedResult
+                yield name, module, saved_result
             elif switch == "activations" and type(module) is nn.ReLU and not _in_place(module):
-                yield name, module, PackedReLU
+                yield name, module, relu_by_bits
             elif switch == "activations" and _is_activation(module):
-                yield name, module, RecomputedFunction
+                yield name, module, recomputed_result
             elif switch == "derivative-8bit" and _is_activation(module):
-                yield name, module, CoarseActivation
+                yield name, module, with_coarse_derivative
 
     def _nothing_for(self, switches: Iterable[str]) -> str:
         name = type(self.model).__name__
