@@ -76,8 +76,6 @@ class DiskTier(QueuedTier):
         storage: The run's, whose limits hold for all its tiers together. Default: one for this tier alone.
         account: What the bytes are, for the run's counters.
         budget_bytes: Without ``storage``, most bytes of disk occupied at any time, over all directories, free slots included.
-        max_write_bytes: Without ``storage``, most bytes written in the tier's life; then :meth:`reserve` raises
-            ``WriteLimitError``.
         chunk_bytes: Size of one system call. Large slots are cut so that several threads work on them.
         write_threads, read_threads: Threads per directory in each direction.
         checksum: Compare a CRC-32 of every buffer before the write with one after the read.
@@ -93,7 +91,6 @@ class DiskTier(QueuedTier):
         storage: RunStorage | None = None,
         account: str = ACTIVATIONS,
         budget_bytes: int | None = None,
-        max_write_bytes: int | None = None,
         chunk_bytes: int = 8 << 20,
         write_threads: int = 2,
         read_threads: int = 4,
@@ -103,8 +100,7 @@ class DiskTier(QueuedTier):
         if not paths:
             raise OffloadConfigError("The disk tier was given no directory: name at least one.")
         threads = {"write_threads": write_threads * len(paths), "read_threads": read_threads * len(paths)}
-        if storage is None:
-            storage = RunStorage(disk_bytes=budget_bytes, written_bytes=max_write_bytes)
+        storage = RunStorage(disk_bytes=budget_bytes) if storage is None else storage
         super().__init__("ssd", storage, account, **threads)
         self.account = account
         self._directories = ", ".join(map(str, paths))
