@@ -297,8 +297,7 @@ def _step_of(workload: Workload, hardware: Hardware, in_blocks: bool) -> tuple[T
             transforms = transforms_for(model, settings, workload.cut)
             transforms.apply()
             if in_blocks:
-                blocks = find_blocks(model)
-                ElementwiseBlocks(blocks).apply(blocks)
+                ElementwiseBlocks(find_blocks(model)).apply(True)
     except OffloadConfigError:
         raise
     except Exception as error:  # a constructor that needs data fails in a way of its own

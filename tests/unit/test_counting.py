@@ -26,7 +26,7 @@ from tests.helpers.tables import rows
 NOTHING = OptimizerNeeds(0, 0, 0.0)
 
 
-def count(name, dropout, min_bytes=4096, elementwise=()):
+def count(name, dropout, min_bytes=4096, elementwise=False):
     with fake_mode():
         model, inputs = build(name, dropout), batch()
         ElementwiseBlocks(find_blocks(model)).apply(elementwise)

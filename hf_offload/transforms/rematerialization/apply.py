@@ -149,26 +149,22 @@ class Rematerialization(Transform):
 
 
 class ElementwiseBlocks:
-    """Which blocks recompute their elementwise operations in backward: a plan says so, and may say otherwise before the next
-    step.
+    """Blocks that recompute their elementwise operations in backward, all or none: a plan says so, and may say otherwise
+    before the next step.
 
     Of other blocks a block knows no formulas: what it saves depends on itself alone, as plans expect.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module]):
         self._blocks = {name: Rematerialization(block, _EXACT) for name, block in blocks.items()}
-        self._on: frozenset[str] | None = None
 
-    def apply(self, names: Iterable[str]) -> None:
-        """Let these blocks do it, and no others. Names of other units are ignored."""
-        wanted = frozenset(self._blocks.keys() & set(names))
-        for name in self._blocks if self._on is None else wanted ^ self._on:
-            self._blocks[name].switch(name in wanted)
-        self._on = wanted
+    def apply(self, on: bool) -> None:
+        """Let the blocks do it, or let none of them."""
+        for block in self._blocks.values():
+            block.switch(on)
 
     def remove(self) -> None:
         """Restore every block. Idempotent."""
-        self._on = None
         for block in self._blocks.values():
             block.remove()
 
