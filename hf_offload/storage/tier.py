@@ -37,9 +37,12 @@ _SIGNAL_DELAY_S = 0.1
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Slot:
-    """Room for ``nbytes`` bytes in a tier. Tiers subclass it with what they need to find the bytes again."""
+    """Room for ``nbytes`` bytes in a tier. Tiers subclass it with what they need to find the bytes again. ``tier`` is the one
+    of several that has it.
+    """
 
     nbytes: int
+    tier: "Tier | None" = dataclasses.field(default=None, kw_only=True)
 
     @property
     def location(self) -> str:
