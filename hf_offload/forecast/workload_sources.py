@@ -19,11 +19,10 @@ from hf_offload.settings.memory_modes import read_mode_settings
 from hf_offload.settings.models import KnownModel, known_model, model_names
 from hf_offload.settings.recipe_files import PRESETS, recipe_names
 from hf_offload.settings.recipes import TASKS, load_recipe
-from hf_offload.settings.schema import OffloadConfig, snapshots_held
+from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import listed, shown
 from hf_offload.settings.text_files import is_folder, reason_of
 from hf_offload.settings.values import expand
-from hf_offload.transforms.tiling.apply import cut_for
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -62,7 +61,7 @@ def find_workload(
     if overrides:
         raise OffloadConfigError(f"{overrides[0]!r} changes a recipe, but {source!r} is not one: drop it.")
     if settings:
-        found = dataclasses.replace(found, **_of_settings(OffloadConfig(**settings)))
+        found = dataclasses.replace(found, settings=OffloadConfig(**settings))
     changes = {name: getattr(asked, name) for name in ("batch", "sequence", "image_size", "task", "optimizer")}
     changes |= {"state_place": asked.state, "weights_place": asked.weights}
     changes["dtype"] = None if asked.dtype is None else getattr(torch, asked.dtype)
@@ -86,23 +85,6 @@ def find_workload(
         )
     state_elements(found.optimizer)
     return found
-
-
-def _of_settings(offload: OffloadConfig) -> dict[str, Any]:
-    """What a workload takes from :data:`~hf_offload.forecast.options.PLANNED` settings."""
-    return {
-        "min_bytes": offload.min_bytes,
-        "sampled": offload.sampling,
-        "recompute_elementwise": offload.elementwise,
-        "plans_elementwise": offload.plans_elementwise,
-        "recompute_blocks": offload.recompute_blocks,
-        "tiled_loss": offload.tiled_loss,
-        "tiled_mlp": offload.tiled_mlp,
-        "cut": cut_for(offload),
-        "budget_bytes": None if offload.memory_budget is None else int(offload.memory_budget),
-        "snapshots": snapshots_held(offload),
-        "written_bytes": None if offload.max_step_write_bytes is None else int(offload.max_step_write_bytes),
-    }
 
 
 def _from_recipe(name: str, overrides: Sequence[str], settings: Mapping[str, Any]) -> Workload:
@@ -140,7 +122,7 @@ def _from_recipe(name: str, overrides: Sequence[str], settings: Mapping[str, Any
         streams_in_backward=training.get("max_grad_norm", 1) == 0
         and int(training.get("gradient_accumulation_steps") or 1) == 1,
         memory_mode_kwargs=read_mode_settings(recipe.offload.memory_mode_kwargs),
-        **_of_settings(offload),
+        settings=offload,
     )
 
 
