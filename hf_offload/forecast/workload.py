@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
-from hf_offload.forecast.counting import OptimizerNeeds, count_footprint
+from hf_offload.forecast.counting import count_footprint
 from hf_offload.forecast.fake import fake_mode
 from hf_offload.forecast.repeats import count_repeats
 from hf_offload.forecast.workload_inputs import describe_batch, length_unit, longest_row, make_batch
-from hf_offload.memory_modes.protocol import MemoryMode
+from hf_offload.memory_modes.protocol import MemoryMode, OptimizerBytes
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.places import Allowed
@@ -213,21 +213,11 @@ def state_elements(optimizer: str) -> float:
     )
 
 
-def optimizer_needs(workload: Workload, model: nn.Module, hardware: Hardware) -> OptimizerNeeds:
-    """Memory and time of the optimizer's step, from the number and dtype of the weights."""
+def optimizer_bytes(workload: Workload, model: nn.Module, hardware: Hardware) -> OptimizerBytes:
+    """What the optimizer needs, from the number and dtype of the weights."""
     mode = workload.mode
     if mode is not None:
-        found = mode.optimizer_bytes(model, on_cpu=hardware.device == "cpu", fused=workload.fused)
-        step_s = found.moved / hardware.memory_bytes_per_s.value
-        return OptimizerNeeds(
-            found.state,
-            found.step,
-            step_s,
-            found.gradients,
-            found.buffers,
-            found.copies,
-            has_backward=mode.uses_gradients,
-        )
+        return mode.optimizer_bytes(model, on_cpu=hardware.device == "cpu", fused=workload.fused)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
     state = round(weights * state_elements(workload.optimizer))
@@ -238,8 +228,7 @@ def optimizer_needs(workload: Workload, model: nn.Module, hardware: Hardware) ->
         extra = max((parameter.numel() * parameter.element_size() for parameter in trainable), default=0)
     else:
         extra = weights  # all at once (foreach)
-    moved = 3 * weights + 2 * state
-    return OptimizerNeeds(state, extra, moved / hardware.memory_bytes_per_s.value)
+    return OptimizerBytes(state, extra, 3 * weights + 2 * state)
 
 
 def count_workload(workload: Workload, hardware: Hardware) -> Footprint:
@@ -262,7 +251,7 @@ def count_choices(workload: Workload, hardware: Hardware) -> Footprint:
 
 def _count(workload: Workload, hardware: Hardware, in_blocks: bool) -> Footprint:
     transforms, asked = _step_of(workload, hardware, in_blocks)
-    footprint = count_repeats(**asked) if asked["optimizer"].has_backward else count_footprint(**asked)
+    footprint = count_repeats(**asked) if asked["has_backward"] else count_footprint(**asked)
     if footprint is None:
         transforms, asked = _step_of(workload, hardware, in_blocks)
         footprint = count_footprint(**asked)
@@ -288,7 +277,7 @@ def _step_of(workload: Workload, hardware: Hardware, in_blocks: bool) -> tuple[T
             f"{workload.name} cannot be built without data ({type(error).__name__}: {cropped(str(error))}). Its plan has to "
             "come from a measured step: train with offload='auto'."
         ) from error
-    needs = optimizer_needs(workload, model, hardware)
+    needs = optimizer_bytes(workload, model, hardware)
     mode = workload.mode
     for parameter in () if mode is None else mode.waiting(model):
         parameter.requires_grad_(False)
@@ -301,4 +290,5 @@ def _step_of(workload: Workload, hardware: Hardware, in_blocks: bool) -> tuple[T
         "as_on_cuda": hardware.device != "cpu",
         "autocast": workload.autocast,
         "update_in_backward": workload.update_in_backward or (mode is not None and mode.updates_in_backward()),
+        "has_backward": mode is None or mode.uses_gradients,
     }
