@@ -21,7 +21,6 @@ from hf_offload.plan.places import Allowed, problem_of
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import largest
 from hf_offload.plan.problem import Choices
-from hf_offload.settings.schema import smallest_bytes
 from hf_offload.transforms.tiling.cut import Cut
 
 PIECES = (128, 16)
@@ -84,7 +83,7 @@ def pull_levers(
     for lever in LEVERS:
         on_lever(lever.name)
         if family is None or lever.changes:
-            now = dataclasses.replace(now, **lever.changes)
+            now = now.changed(**lever.changes)
             family = _family(now, machines[0])
         tokens = tuple(_longest(family, machine, now.batch, lever) for machine in machines)
         found.append(Reach(lever.name, tokens))
@@ -94,8 +93,8 @@ def pull_levers(
 def _family(workload: Workload, hardware: Hardware) -> Family:
     def counted(length: int) -> Footprint:
         # The same tensors are to be moved at all lengths, so what counts as small grows along.
-        small = smallest_bytes(workload.min_bytes, hardware.device == "cpu") * length // _LENGTHS[1]
-        return count_workload(dataclasses.replace(workload.resized(workload.batch, length), min_bytes=small), hardware)
+        small = workload.settings.smallest_bytes(hardware.device == "cpu") * length // _LENGTHS[1]
+        return count_workload(workload.changed(sequence=length, min_bytes=small), hardware)
 
     first, *others = ((length, counted(length)) for length in _LENGTHS)
     family = Family(workload.batch, *first, others)

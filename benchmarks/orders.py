@@ -54,7 +54,7 @@ def compare_orders(
     found = []
     for name, changes in _ORDERS.items():
         on_order(name)
-        footprint = count_workload(dataclasses.replace(workload, **changes), hardware)
+        footprint = count_workload(workload.changed(**changes), hardware)
         placements = dict.fromkeys(footprint.units, Placement.KEEP)
         timeline = simulate(footprint, placements, {}, Windows(0, 0), details=True)
         found.append(Order(name, _bound_bytes(footprint), timeline))

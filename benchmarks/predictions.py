@@ -37,7 +37,7 @@ def predictions(
         with loading_torch():
             from transformers.utils import logging as transformers_log
 
-            from hf_offload.forecast.predict import predict_recipe
+            from benchmarks.recipe_prediction import predict_recipe
 
         transformers_log.set_verbosity_error()  # its remarks on configurations are not about the plan
         wrong = 0

@@ -47,7 +47,7 @@ _LORA_TARGETS = {"bert-base": "query,key,value", "t5-base": "q,k,v", "t5-large":
 
 
 def _sampled(ratio: float, *switches: str) -> dict[str, Any]:
-    return {"sampled": SampledLinearConfig(ratio=ratio)} | _elementwise(*switches)
+    return {"sampled_linear": SampledLinearConfig(ratio=ratio)} | _elementwise(*switches)
 
 
 def _elementwise(*switches: str) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def count_sampling(
         workload = dataclasses.replace(find_workload(shape), attention="sdpa", sequence=SEQUENCE, **SHAPES[shape])
         for way, changes in WAYS.items():
             on_way(f"{shape}, {way}")
-            changed = dataclasses.replace(workload, **changes)
+            changed = workload.changed(**changes)
             if changed.mode is not None:
                 changed = changed.in_mode(
                     changed.memory_mode, {**changed.memory_mode_kwargs, "targets": _LORA_TARGETS[shape]}

@@ -20,7 +20,8 @@ _NO_STREAMS = OffloadError("The CPU has no streams and events: copies need none 
 class Device(abc.ABC):
     """A device whose saved tensors are offloaded.
 
-    ``is_host`` says that tiers can read and write the device's memory themselves; then streams are never asked for.
+    ``is_host`` says that tiers can read and write the device's memory themselves. It has no streams then, and the transfer
+    layer asks for none.
     """
 
     torch_device: torch.device
@@ -34,45 +35,45 @@ class Device(abc.ABC):
     def allocate(self, nbytes: int, phase: int) -> torch.Tensor:
         """A ``uint8`` buffer on the device, on the current stream, at address ``phase`` modulo what kernels care about."""
 
-    @abc.abstractmethod
     def current_stream(self) -> Stream:
         """The stream on which this thread computes now. Never keep it: the user may switch at any time."""
+        raise _NO_STREAMS
 
     @abc.abstractmethod
     def is_capturing(self) -> bool:
         """Whether what this thread computes now becomes part of a graph that is replayed later."""
 
-    @abc.abstractmethod
     def new_stream(self) -> Stream:
         """A stream of the engine's own."""
+        raise _NO_STREAMS
 
-    @abc.abstractmethod
     def record(self, stream: Stream, timed: bool = False) -> Event:
         """An event that happens when all that is queued on ``stream`` so far is done; ``timed``, it knows when."""
+        raise _NO_STREAMS
 
-    @abc.abstractmethod
     def seconds_between(self, first: Event, second: Event) -> float:
         """How long after ``first`` did ``second`` happen; both are timed, and have happened."""
+        raise _NO_STREAMS
 
-    @abc.abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
         """Let ``stream`` (not the host) wait for ``event``."""
+        raise _NO_STREAMS
 
-    @abc.abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Queue a copy on ``stream``."""
+        raise _NO_STREAMS
 
-    @abc.abstractmethod
     def use(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Tell the allocator that ``stream`` uses ``tensor``, which was allocated on another one."""
+        raise _NO_STREAMS
 
-    @abc.abstractmethod
     def has_happened(self, event: Event) -> bool:
         """Whether ``event`` has happened, without waiting."""
+        raise _NO_STREAMS
 
-    @abc.abstractmethod
     def synchronize(self, event: Event) -> None:
         """Let the host wait for ``event``. Safe in threads that have no current stream or device."""
+        raise _NO_STREAMS
 
 
 class CpuDevice(Device):
@@ -89,34 +90,6 @@ class CpuDevice(Device):
 
     def is_capturing(self) -> bool:
         return False
-
-    # The transfer layer asks a host device for none of these.
-    def current_stream(self) -> Stream:
-        raise _NO_STREAMS
-
-    def new_stream(self) -> Stream:
-        raise _NO_STREAMS
-
-    def record(self, stream: Stream, timed: bool = False) -> Event:
-        raise _NO_STREAMS
-
-    def seconds_between(self, first: Event, second: Event) -> float:
-        raise _NO_STREAMS
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        raise _NO_STREAMS
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        raise _NO_STREAMS
-
-    def use(self, tensor: torch.Tensor, stream: Stream) -> None:
-        raise _NO_STREAMS
-
-    def has_happened(self, event: Event) -> bool:
-        raise _NO_STREAMS
-
-    def synchronize(self, event: Event) -> None:
-        raise _NO_STREAMS
 
 
 class AcceleratorDevice(Device):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_offload.engine.device import Device
-from hf_offload.engine.movers import HostMover
+from hf_offload.engine.movers import Mover
 from hf_offload.engine.prefetch import Prefetcher, Tape
 from hf_offload.engine.record import PackedView, Record, RecordIndex, root_of
 from hf_offload.engine.selection import WeightIndex, record_span
@@ -77,11 +77,8 @@ class Engine:
         self.closed = False
         self._device = device
         self._weights = WeightIndex(model)
-        if device.is_host:
-            mover: HostMover | StagedMover = HostMover(tier)
-        else:
-            ring = rules.RING_BYTES if ring_bytes is None else ring_bytes
-            mover = StagedMover(device, tier, ring, self._on_failed_store)
+        ring = rules.RING_BYTES if ring_bytes is None else ring_bytes
+        mover = Mover(tier) if device.is_host else StagedMover(device, tier, ring, self._on_failed_store)
         self.transfer = Transfer(device, tier, mover, self.stats)
         self.prefetch = Prefetcher(self.transfer)
         self.observer: Observer | None = None

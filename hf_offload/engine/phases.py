@@ -17,6 +17,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_offload.checkpointing import in_recompute
 from hf_offload.engine.hooks import Engine
 from hf_offload.interrupts import signals_deferred
+from hf_offload.surgery import InertInCopies
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +75,9 @@ class Phases:
         self._on_forward, self._on_forward_end = on_forward, on_forward_end
         for name, module in {type(model).__name__: model, **units}.items():
             root = module is model
-            self._handles.append(module.register_forward_pre_hook(_Enter(self, name, root), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(_Leave(self, root), always_call=True))
+            enter, leave = InertInCopies(partial(_entered, self, name, root)), InertInCopies(partial(_left, self, root))
+            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def remove(self) -> None:
         """Take every hook off the model and off this thread."""
@@ -187,46 +190,22 @@ class _Pushed:
     units: int
 
 
-class _ModuleHook:
-    """A module hook that survives copying and pickling of its model, and does nothing in the copy."""
-
-    def __init__(self, phases: Phases | None, root: bool):
-        self._phases = phases
-        self._root = root
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_phases": None}
-
-
-class _Enter(_ModuleHook):
-    def __init__(self, phases: Phases | None, unit: str, root: bool):
-        super().__init__(phases, root)
-        self._unit = unit
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        compiled = torch.compiler.is_compiling()
-        if self._phases is None or (compiled and not self._root):
-            return
-        if self._root:
-            _begin(self._phases, args, kwargs, compiled)
-        _enter(self._phases, self._unit, self._root)
-
-
-class _Leave(_ModuleHook):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._phases is None or (torch.compiler.is_compiling() and not self._root):
-            return
-        _leave(self._phases, self._root)
+def _entered(phases: Phases, unit: str, root: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
+    compiled = torch.compiler.is_compiling()
+    if root or not compiled:
+        _enter(phases, unit, root, args, kwargs, compiled)
 
 
 @torch._dynamo.disable
-def _begin(phases: Phases, args: Any, kwargs: Any, compiled: bool) -> None:
-    phases.begin(args, kwargs, compiled)
-
-
-@torch._dynamo.disable
-def _enter(phases: Phases, unit: str, root: bool) -> None:
+def _enter(phases: Phases, unit: str, root: bool, args: Any, kwargs: Any, compiled: bool) -> None:
+    if root:
+        phases.begin(args, kwargs, compiled)
     phases.enter(unit, root)
+
+
+def _left(phases: Phases, root: bool, module: nn.Module, args: Any, output: Any) -> None:
+    if root or not torch.compiler.is_compiling():
+        _leave(phases, root)
 
 
 @torch._dynamo.disable

@@ -36,32 +36,6 @@ class State(enum.Enum):
     LOADED = "loaded"  # bytes in the tier and in buffer. -> STORED (evicted)
 
 
-class Settling:
-    """Done once the end of a store is seen in the state of its record. Much less than a future, for every store has one."""
-
-    __slots__ = ("_is_done", "_until_done")
-
-    def __init__(self) -> None:
-        self._is_done = False
-        self._until_done = threading.Lock()
-        self._until_done.acquire()
-
-    def done(self) -> bool:
-        """Whether it is."""
-        return self._is_done
-
-    def wait(self, seconds: float) -> bool:
-        """Whether it is within ``seconds``."""
-        if not self._is_done and self._until_done.acquire(timeout=seconds):
-            self._until_done.release()  # for other waiting threads
-        return self._is_done
-
-    def end(self) -> None:
-        """Wake all waiting threads. Called once."""
-        self._is_done = True
-        self._until_done.release()
-
-
 class Cleanup(weakref.ref["Record"]):
     """What a record has in the tier and in the counts, to be cleaned up once it is gone.
 
@@ -128,7 +102,7 @@ class Record:
         self.probe = probe  # no storage of its own, but the version counter of the saved tensor
         self.version: int = probe._version
         self.root = root  # whose counter that is
-        self.settled: Settling | None = None  # of the last store
+        self.settled: threading.Event | None = None  # once the end of the last store is seen in the state
         self.state = State.RESIDENT
         self.unit = unit
         self.wanted = False  # backward will need it soon: a store that ends must not drop the buffer
@@ -285,22 +259,22 @@ class WritesInFlight:
     def __init__(self, lock: "threading.RLock"):
         self.nbytes = 0
         self._lock = lock
-        self._ends: collections.deque[Settling] = collections.deque()
+        self._ends: collections.deque[threading.Event] = collections.deque()
 
-    def begin(self, end: Settling, nbytes: int) -> None:
+    def begin(self, end: threading.Event, nbytes: int) -> None:
         """Another one."""
         self.nbytes += nbytes
         self._forget_ended()
         self._ends.append(end)
 
-    def oldest(self) -> Settling | None:
+    def oldest(self) -> threading.Event | None:
         """The end of the oldest of them."""
         with self._lock:
             self._forget_ended()
             return self._ends[0] if self._ends else None
 
     def _forget_ended(self) -> None:
-        while self._ends and self._ends[0].done():
+        while self._ends and self._ends[0].is_set():
             self._ends.popleft()
 
 

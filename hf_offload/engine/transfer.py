@@ -20,7 +20,7 @@ import torch
 
 from hf_offload.engine.device import Device
 from hf_offload.engine.movers import Mover
-from hf_offload.engine.record import Cleanup, ConsumedCopies, Record, Settling, State, WritesInFlight
+from hf_offload.engine.record import Cleanup, ConsumedCopies, Record, State, WritesInFlight
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadError, StandstillError, StorageError, TierFullError
 from hf_offload.interrupts import signals_deferred
@@ -92,7 +92,7 @@ class Transfer:
             return
         del buffer
         # A copy into memory is where it belongs in stream order, and there is nothing to wait for but the source.
-        settled = None if self.mover.drops_early and future.done() else Settling()
+        settled = None if self.mover.drops_early and future.done() else threading.Event()
         with self.lock:
             cleanup = record.cleanup
             cleanup.slot, cleanup.future, record.settled = slot, future, settled
@@ -125,21 +125,21 @@ class Transfer:
         while (oldest := self._writes.oldest()) is not None:
             self._wait_for(oldest)
 
-    def _wait_for(self, end: "Settling | Future[Any]") -> None:
+    def _wait_for(self, end: "threading.Event | Future[Any]") -> None:
         """Wait until ``end`` is done, whatever became of it. Raises StandstillError if that will not be."""
-        if end.done():
-            return
-        if isinstance(end, Settling):
+        if isinstance(end, threading.Event):
             self.tier.wait_for(end.wait)
-        else:
+        elif not end.done():
             self.tier.wait_until_done(end)
 
-    def _settle(self, settled: Settling, reference: "weakref.ref[Record]", nbytes: int, future: "Future[None]") -> None:
+    def _settle(
+        self, settled: threading.Event, reference: "weakref.ref[Record]", nbytes: int, future: "Future[None]"
+    ) -> None:
         # Threads that wait for a future are woken before its callbacks run, and the buffer goes in one of them.
         try:
             self._stored(reference, nbytes, future)
         finally:
-            settled.end()
+            settled.set()
 
     def _stored(self, reference: "weakref.ref[Record]", nbytes: int, future: "Future[None]") -> None:
         with self.lock:
@@ -290,16 +290,14 @@ class Transfer:
         # Also of a copy that was evicted and is still alive: this stream may not have waited for it.
         return record.future if record.state in (State.LOADED, State.STORED) else None
 
-    def _await(self, record: Record, end: "Settling | Future[Any] | None", is_last_try: bool) -> None:
+    def _await(self, record: Record, end: "threading.Event | Future[Any] | None", is_last_try: bool) -> None:
         """Wait for the store or load that ``record`` needs to end: what has become of it is in its state, or seen next."""
         assert end is not None, "a record whose bytes are not in memory has a transfer on its way"
         try:
             self._wait_for(end)
-            if isinstance(
-                end, Settling
-            ):  # the device buffer is gone, its bytes were on their way: now they can be loaded
-                return
-            end.result()
+            if isinstance(end, Future):
+                end.result()
+            return  # of a store, the device buffer is gone, and its bytes were on their way: now they can be loaded
         except BaseException as error:
             if not isinstance(error, Exception):
                 raise  # Ctrl-C while waiting: the load goes on

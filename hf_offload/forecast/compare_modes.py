@@ -4,13 +4,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
-from hf_offload.forecast.counting import OptimizerNeeds
-from hf_offload.forecast.fake import fake_mode
 from hf_offload.forecast.scaling import Family
-from hf_offload.forecast.workload import Workload, count_workload, optimizer_needs
+from hf_offload.forecast.workload import Workload, count_workload
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
 from hf_offload.plan.plan import Placement
@@ -74,53 +70,16 @@ def compare_modes(
     """
     workloads = [workload.in_mode(mode, None if mode == NONE else settings) for mode in modes or mode_names()]
     budget = int(hardware.memory_bytes.value * BUDGET_SHARE) if budget_bytes is None else budget_bytes
-    counter = _Counter(workload, hardware)
     rows, refused = [], {}
     for one in workloads:
         on_mode(one.memory_mode)
         try:
-            footprint = counter.count(one)
+            footprint = count_workload(one, hardware)
         except OffloadConfigError as error:  # of the model: layers that cannot be quantised, no blocks to take turns
             refused[one.memory_mode] = str(error)
             continue
         rows.append(_row(one, footprint, hardware, budget))
     return ModeComparison(budget, rows, refused)
-
-
-class _Counter:
-    """Modes that leave the step alone differ in the optimizer only: that step is counted once for all of them."""
-
-    def __init__(self, workload: Workload, hardware: Hardware):
-        self._plain = workload.in_mode(NONE)
-        self._hardware = hardware
-        self._model: nn.Module | None = None
-        self._footprints: dict[bool, Footprint] = {}
-
-    def count(self, workload: Workload) -> Footprint:
-        mode = workload.mode
-        in_backward = workload.update_in_backward or (mode is not None and mode.updates_in_backward())
-        if mode is not None and mode.alters_step:
-            return count_workload(workload, self._hardware)
-        if in_backward not in self._footprints:
-            plain = dataclasses.replace(self._plain, update_in_backward=in_backward)
-            self._footprints[in_backward] = count_workload(plain, self._hardware)
-        footprint = self._footprints[in_backward]
-        if mode is None:
-            return footprint
-        if self._model is None:
-            with fake_mode():
-                self._model = self._plain.build()
-        return _with_optimizer(footprint, optimizer_needs(workload, self._model, self._hardware))
-
-
-def _with_optimizer(footprint: Footprint, needs: OptimizerNeeds) -> Footprint:
-    return dataclasses.replace(
-        footprint,
-        base_bytes=footprint.base_bytes - footprint.state_bytes + needs.state_bytes,
-        state_bytes=needs.state_bytes,
-        optimizer_step_bytes=needs.step_bytes,
-        optimizer_step_s=needs.step_s,
-    )
 
 
 def _row(workload: Workload, footprint: Footprint, hardware: Hardware, budget: int) -> ModeRow:

@@ -22,6 +22,7 @@ from hf_offload.engine.selection import WeightIndex, record_span
 from hf_offload.errors import OffloadPlanError
 from hf_offload.forecast.fake import any_data, mode_of, run_backward, with_values
 from hf_offload.interrupts import signals_deferred
+from hf_offload.memory_modes.protocol import OptimizerBytes
 from hf_offload.plan.footprint import Footprint, Saved
 from hf_offload.planning.recorder import StepRecorder
 from hf_offload.planning.unit_weights import unit_weights
@@ -32,34 +33,17 @@ Cost = Callable[[int, int, torch.dtype], float]
 """(floating-point operations, bytes read and written, dtype) of one operation -> seconds."""
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerNeeds:
-    """Memory of an optimizer: bytes that stay, bytes during its step, and how long that takes.
-
-    ``gradient_bytes`` is what the gradients need at most, where other weights than those of the counted step may need more.
-    ``buffer_bytes`` are there while losses are computed, too, and ``copy_bytes`` of them copy weights. Without
-    ``has_backward``, the step is two forwards.
-    """
-
-    state_bytes: int
-    step_bytes: int
-    step_s: float
-    gradient_bytes: int = 0
-    buffer_bytes: int = 0
-    copy_bytes: int = 0
-    has_backward: bool = True
-
-
 def count_footprint(
     model: nn.Module,
     batch: Mapping[str, torch.Tensor],
     *,
     cost: Cost,
-    optimizer: OptimizerNeeds,
+    optimizer: OptimizerBytes,
     min_bytes: int,
     as_on_cuda: bool,
     autocast: torch.dtype | None = None,
     update_in_backward: bool = False,
+    has_backward: bool = True,
 ) -> Footprint:
     """Count one training step of ``model`` on ``batch``, both on fake CPU tensors.
 
@@ -69,12 +53,13 @@ def count_footprint(
         model: Its forward takes the batch by keywords and returns an output with a loss.
         batch: Integer tensors of shape (rows, tokens), ``labels`` among them.
         cost: How long an operation takes.
-        optimizer: What the optimizer holds.
+        optimizer: What the optimizer needs.
         min_bytes: Smaller tensors are not moved; they count as live.
         as_on_cuda: Whether dropout is CUDA's, whose kernels keep a mask of one byte an element, and for attention draw it
             again. The CPU's keep a mask of the input's dtype, and the attention matrix.
         autocast: The dtype of autocast, or None.
         update_in_backward: Whether every gradient goes as soon as it is complete, used up by the optimizer.
+        has_backward: Without, the step is two forwards.
 
     Raises :class:`~hf_offload.errors.OffloadPlanError` if the forward needs data, for example because it reads a value.
     """
@@ -89,7 +74,7 @@ def count_footprint(
     try:
         # Raised under a dispatch mode, in the midst of backward's C++, Ctrl-C may end the process with SIGABRT.
         with signals_deferred, counter.in_fake_mode(), any_data(as_on_cuda):
-            if optimizer.has_backward:
+            if has_backward:
                 with cast, torch.autograd.graph.saved_tensors_hooks(counter.pack, counter.unpack):
                     loss = model(**batch).loss
                 counter.backward = True
@@ -119,28 +104,30 @@ def count_footprint(
         units=counter.units,
         kinds=counter.kinds,
         head=counter.head,
-        optimizer_step_bytes=optimizer.step_bytes,
-        optimizer_step_s=optimizer.step_s,
+        optimizer_step_bytes=optimizer.step,
+        optimizer_step_s=cost(0, optimizer.moved, torch.float32),
         source="counted",
         largest_operation_bytes=counter.largest_operation_bytes,
-        state_bytes=optimizer.state_bytes,
-        buffer_bytes=optimizer.buffer_bytes,
-        copy_bytes=optimizer.copy_bytes,
-        is_one_stack=not optimizer.has_backward and bool(one_stack(model)),
-        **bytes_of_weights(model, optimizer, update_in_backward=update_in_backward),
+        state_bytes=optimizer.state,
+        buffer_bytes=optimizer.buffers,
+        copy_bytes=optimizer.copies,
+        is_one_stack=not has_backward and bool(one_stack(model)),
+        **bytes_of_weights(model, optimizer, update_in_backward=update_in_backward, has_backward=has_backward),
     )
 
 
-def bytes_of_weights(model: nn.Module, optimizer: OptimizerNeeds, *, update_in_backward: bool) -> dict[str, Any]:
+def bytes_of_weights(
+    model: nn.Module, optimizer: OptimizerBytes, *, update_in_backward: bool, has_backward: bool = True
+) -> dict[str, Any]:
     """Fields of a footprint that weights and optimizer decide alone."""
     weights = sum(nbytes_of(tensor) for tensor in {*model.parameters(), *model.buffers()})
     trained = [nbytes_of(tensor) for tensor in model.parameters() if tensor.requires_grad]
-    gradients = max(trained, default=0) if update_in_backward else sum(trained) * optimizer.has_backward
+    gradients = max(trained, default=0) if update_in_backward else sum(trained) * has_backward
     return {
         "parameters": parameter_count(model),
-        "base_bytes": weights + optimizer.state_bytes + optimizer.buffer_bytes,
-        "gradient_bytes": max(gradients, optimizer.gradient_bytes),
-        "weights": unit_weights(model, find_units(model), optimizer.state_bytes),
+        "base_bytes": weights + optimizer.state + optimizer.buffers,
+        "gradient_bytes": max(gradients, optimizer.gradients),
+        "weights": unit_weights(model, find_units(model), optimizer.state),
     }
 
 

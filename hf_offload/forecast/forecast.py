@@ -23,7 +23,7 @@ from hf_offload.plan.problem import Problem, Solution
 from hf_offload.plan.search import uniform
 from hf_offload.plan.timeline import Timeline
 from hf_offload.settings.memory_modes import OF_ADAPTERS
-from hf_offload.settings.schema import smallest_bytes
+from hf_offload.settings.schema import snapshots_held
 from hf_offload.settings.sizes import format_bytes, format_seconds
 
 _MOST_ROWS = 1 << 14
@@ -94,8 +94,8 @@ class Forecast:
         )
         if self.snapshots_bytes:
             found.append(
-                f"Snapshots take {format_bytes(self.snapshots_bytes)} of RAM: {self.workload.snapshots} of weights and "
-                "optimizer state."
+                f"Snapshots take {format_bytes(self.snapshots_bytes)} of RAM: {snapshots_held(self.workload.settings)} of "
+                "weights and optimizer state."
             )
         if in_ram or on_drive:
             found.append(
@@ -174,16 +174,17 @@ def make_forecast(
     if budget_bytes is None:
         budget_bytes = int(hardware.memory_bytes.value * BUDGET_SHARE)
     found = _forecast(workload, hardware, budget_bytes, may_recompute)
-    if found.refusal is not None and workload.tiled_mlp == "auto":  # as a run does, which tiles them only then
+    if found.refusal is not None and workload.settings.tiled_mlp == "auto":  # as a run does, which tiles them only then
         with contextlib.suppress(OffloadConfigError):  # no module can be tiled
-            return _forecast(dataclasses.replace(workload, tiled_mlp="on"), hardware, budget_bytes, may_recompute)
+            return _forecast(workload.changed(tiled_mlp="on"), hardware, budget_bytes, may_recompute)
     return found
 
 
 def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_recompute: bool) -> Forecast:
     limit = workload.longest
     here = count_choices(workload, hardware)
-    snapshots_bytes = snapshot_bytes(here, Held(), workload.snapshots, workload.memory_mode in OF_ADAPTERS)
+    snapshots = snapshots_held(workload.settings)
+    snapshots_bytes = snapshot_bytes(here, Held(), snapshots, workload.memory_mode in OF_ADAPTERS)
     missing = snapshots_bytes - _ram_bytes(hardware, budget_bytes)
     hardware = hardware.without("ram", snapshots_bytes)
     other = _of_another_length(workload, hardware, limit)
@@ -208,7 +209,7 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
         solution, short_of = None, {"ram": missing}
         refused = (
             f"Snapshots need {format_bytes(snapshots_bytes)} of RAM, {format_bytes(missing)} more than there are. "
-            f"Drop snapshot_steps{', or snapshot_dir: then two are held instead of three' if workload.snapshots > 2 else ''}."
+            f"Drop snapshot_steps{', or snapshot_dir: then two are held instead of three' if snapshots > 2 else ''}."
         )
 
     # All ways are asked for the same shapes, up to where each of them ends.
@@ -277,6 +278,5 @@ def _of_another_length(workload: Workload, hardware: Hardware, limit: int | None
     if sequence == 0:
         return None
     # The same tensors are to be moved at both lengths, so what counts as small grows along.
-    small = smallest_bytes(workload.min_bytes, hardware.device == "cpu") * sequence // workload.sequence
-    other = dataclasses.replace(workload.resized(workload.batch, sequence), min_bytes=small)
-    return sequence, count_choices(other, hardware)
+    small = workload.settings.smallest_bytes(hardware.device == "cpu") * sequence // workload.sequence
+    return sequence, count_choices(workload.changed(sequence=sequence, min_bytes=small), hardware)

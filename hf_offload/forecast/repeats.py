@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.forecast.counting import OptimizerNeeds, bytes_of_weights, count_footprint
+from hf_offload.forecast.counting import bytes_of_weights, count_footprint
+from hf_offload.memory_modes.protocol import OptimizerBytes
 from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment
 from hf_offload.structure.units import find_blocks, find_units
 
@@ -80,7 +81,7 @@ def count_repeats(
     model: nn.Module,
     batch: Mapping[str, torch.Tensor],
     *,
-    optimizer: OptimizerNeeds,
+    optimizer: OptimizerBytes,
     update_in_backward: bool = False,
     **options: Any,
 ) -> Footprint | None:

@@ -1,26 +1,24 @@
 """What a plan is made for: a model, known from its configuration alone, and the batch it is trained on."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
-from hf_offload.forecast.counting import OptimizerNeeds, count_footprint
+from hf_offload.forecast.counting import count_footprint
 from hf_offload.forecast.fake import fake_mode
 from hf_offload.forecast.repeats import count_repeats
 from hf_offload.forecast.workload_inputs import describe_batch, length_unit, longest_row, make_batch
-from hf_offload.memory_modes.protocol import MemoryMode
+from hf_offload.memory_modes.protocol import MemoryMode, OptimizerBytes
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.places import Allowed
-from hf_offload.settings.elementwise import RecomputeElementwiseConfig
 from hf_offload.settings.memory_modes import NONE, read_mode_settings
 from hf_offload.settings.memory_modes import memory_mode as find_mode
-from hf_offload.settings.sampling import SampledLinearConfig
-from hf_offload.settings.schema import OffloadConfig, smallest_bytes
+from hf_offload.settings.schema import OffloadConfig, with_checked
 from hf_offload.settings.shown import cropped
 from hf_offload.settings.text_files import reason_of
 from hf_offload.structure.units import find_blocks
@@ -61,23 +59,14 @@ class Workload:
         autocast: Dtype of mixed precision, or None.
         attention: Attention implementation, or None for the model's own choice.
         optimizer: A name of the Trainer's ``optim``.
-        min_bytes: Smaller tensors stay in memory; None where the device decides.
-        weights: Parameters by dtype as found in a checkpoint, if one was read.
         memory_mode: ``none`` trains every weight with ``optimizer``; the others have an optimizer of their own.
         memory_mode_kwargs: Settings of the mode.
-        sampled: How linear layers are sampled, if they are.
-        recompute_elementwise: Which elementwise operations are recomputed, if any are.
-        plans_elementwise: Whether a plan may choose them for blocks.
-        recompute_blocks: Classes of modules that are blocks in addition to those of transformers.
-        tiled_loss, tiled_mlp: As in :class:`~hf_offload.OffloadConfig`.
-        cut: How large pieces are.
+        settings: Of the run, but for its tier: a plan is about all of them.
+        cut: How large pieces are, if not as the settings say.
         update_in_backward: Whether every weight is updated as soon as its gradient is there, so that gradients never add up.
-        budget_bytes: The memory budget that a recipe names.
-        snapshots: How many snapshots are held in RAM.
         state_place, weights_place: Where gradients and optimizer state, and weights, may be: ``none`` (in memory), ``ram``,
             ``ssd`` or ``auto``.
         streams_in_backward: Whether state that is on a tier is updated in backward.
-        written_bytes: Most bytes that a step may write to drives, if there is a limit.
         names_drive: Whether a recipe's settings name a drive.
     """
 
@@ -92,30 +81,25 @@ class Workload:
     autocast: torch.dtype | None = None
     attention: str | None = None
     optimizer: str = DEFAULT_OPTIMIZER
-    min_bytes: int | None = None
-    weights: Mapping[str, int] | None = None
     memory_mode: str = NONE
     memory_mode_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    sampled: SampledLinearConfig | None = None
-    recompute_elementwise: RecomputeElementwiseConfig | None = None
-    plans_elementwise: bool = True
-    recompute_blocks: Sequence[str] | None = None
-    tiled_loss: str = "off"
-    tiled_mlp: str | Sequence[str] = "off"
-    cut: Cut = dataclasses.field(default_factory=Cut)
+    settings: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
+    cut: Cut | None = None
     update_in_backward: bool = False
-    budget_bytes: int | None = None
-    snapshots: int = 0
     state_place: str = "auto"
     weights_place: str = "auto"
     streams_in_backward: bool = False
-    written_bytes: int | None = None
     names_drive: bool = False
 
     @property
     def mode(self) -> MemoryMode | None:
         """The memory mode; None for all weights. Raises :class:`~hf_offload.errors.OffloadConfigError`."""
         return find_mode(self.memory_mode, self.memory_mode_kwargs)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The memory budget that the settings name."""
+        return None if self.settings.memory_budget is None else int(self.settings.memory_budget)
 
     @property
     def fused(self) -> bool:
@@ -174,15 +158,19 @@ class Workload:
     @property
     def allowed(self) -> Allowed:
         """What a plan may do with weights, gradients and state. Optimizers of memory modes have their own way."""
+        limit = self.settings.max_step_write_bytes
+        written = None if limit is None else int(limit)
         if self.mode is not None and not self.mode.uses_gradients:
-            return Allowed("none", self.weights_place, written_bytes=self.written_bytes)
+            return Allowed("none", self.weights_place, written_bytes=written)
         if self.memory_mode not in _STREAMED_MODES:
-            return Allowed("none", "none", written_bytes=self.written_bytes)
-        return Allowed(self.state_place, self.weights_place, self.streams_in_backward, written_bytes=self.written_bytes)
+            return Allowed("none", "none", written_bytes=written)
+        return Allowed(self.state_place, self.weights_place, self.streams_in_backward, written_bytes=written)
 
-    def resized(self, batch: int, sequence: int) -> "Workload":
-        """The same model on a batch of another shape."""
-        return dataclasses.replace(self, batch=batch, sequence=sequence)
+    def changed(self, **changes: Any) -> "Workload":
+        """The same with other attributes, or with other settings of the run, which were read before."""
+        names = {field.name for field in dataclasses.fields(self)}
+        settings = with_checked(self.settings, **{name: changes.pop(name) for name in changes.keys() - names})
+        return dataclasses.replace(self, **changes, settings=settings)
 
 
 def class_for(task: str, config: "PretrainedConfig") -> Any:
@@ -225,21 +213,11 @@ def state_elements(optimizer: str) -> float:
     )
 
 
-def optimizer_needs(workload: Workload, model: nn.Module, hardware: Hardware) -> OptimizerNeeds:
-    """Memory and time of the optimizer's step, from the number and dtype of the weights."""
+def optimizer_bytes(workload: Workload, model: nn.Module, hardware: Hardware) -> OptimizerBytes:
+    """What the optimizer needs, from the number and dtype of the weights."""
     mode = workload.mode
     if mode is not None:
-        found = mode.optimizer_bytes(model, on_cpu=hardware.device == "cpu", fused=workload.fused)
-        step_s = found.moved / hardware.memory_bytes_per_s.value
-        return OptimizerNeeds(
-            found.state,
-            found.step,
-            step_s,
-            found.gradients,
-            found.buffers,
-            found.copies,
-            has_backward=mode.uses_gradients,
-        )
+        return mode.optimizer_bytes(model, on_cpu=hardware.device == "cpu", fused=workload.fused)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
     state = round(weights * state_elements(workload.optimizer))
@@ -250,8 +228,7 @@ def optimizer_needs(workload: Workload, model: nn.Module, hardware: Hardware) ->
         extra = max((parameter.numel() * parameter.element_size() for parameter in trainable), default=0)
     else:
         extra = weights  # all at once (foreach)
-    moved = 3 * weights + 2 * state
-    return OptimizerNeeds(state, extra, moved / hardware.memory_bytes_per_s.value)
+    return OptimizerBytes(state, extra, 3 * weights + 2 * state)
 
 
 def count_workload(workload: Workload, hardware: Hardware) -> Footprint:
@@ -267,14 +244,14 @@ def count_choices(workload: Workload, hardware: Hardware) -> Footprint:
     footprint = _count(workload, hardware, in_blocks=False)
     mode = workload.mode
     uses_gradients = mode is None or mode.uses_gradients
-    if not workload.plans_elementwise or workload.recompute_elementwise is not None or not uses_gradients:
+    if not workload.settings.plans_elementwise or not uses_gradients:
         return footprint
     return dataclasses.replace(footprint, elementwise=_count(workload, hardware, in_blocks=True))
 
 
 def _count(workload: Workload, hardware: Hardware, in_blocks: bool) -> Footprint:
     transforms, asked = _step_of(workload, hardware, in_blocks)
-    footprint = count_repeats(**asked) if asked["optimizer"].has_backward else count_footprint(**asked)
+    footprint = count_repeats(**asked) if asked["has_backward"] else count_footprint(**asked)
     if footprint is None:
         transforms, asked = _step_of(workload, hardware, in_blocks)
         footprint = count_footprint(**asked)
@@ -289,18 +266,10 @@ def _step_of(workload: Workload, hardware: Hardware, in_blocks: bool) -> tuple[T
         with fake_mode():
             model = workload.build()
             batch = workload.inputs(model)
-            settings = OffloadConfig(
-                tiled_loss=workload.tiled_loss,
-                tiled_mlp=workload.tiled_mlp,
-                sampled_linear=workload.sampled,
-                recompute_elementwise=workload.recompute_elementwise,
-                recompute_blocks=workload.recompute_blocks,
-            )
-            transforms = transforms_for(model, settings, workload.cut)
+            transforms = transforms_for(model, workload.settings, workload.cut)
             transforms.apply()
             if in_blocks:
-                blocks = find_blocks(model)
-                ElementwiseBlocks(blocks).apply(blocks)
+                ElementwiseBlocks(find_blocks(model)).apply(True)
     except OffloadConfigError:
         raise
     except Exception as error:  # a constructor that needs data fails in a way of its own
@@ -308,7 +277,7 @@ def _step_of(workload: Workload, hardware: Hardware, in_blocks: bool) -> tuple[T
             f"{workload.name} cannot be built without data ({type(error).__name__}: {cropped(str(error))}). Its plan has to "
             "come from a measured step: train with offload='auto'."
         ) from error
-    needs = optimizer_needs(workload, model, hardware)
+    needs = optimizer_bytes(workload, model, hardware)
     mode = workload.mode
     for parameter in () if mode is None else mode.waiting(model):
         parameter.requires_grad_(False)
@@ -317,8 +286,9 @@ def _step_of(workload: Workload, hardware: Hardware, in_blocks: bool) -> tuple[T
         "batch": batch,
         "cost": hardware.seconds,
         "optimizer": needs,
-        "min_bytes": smallest_bytes(workload.min_bytes, hardware.device == "cpu"),
+        "min_bytes": workload.settings.smallest_bytes(hardware.device == "cpu"),
         "as_on_cuda": hardware.device != "cpu",
         "autocast": workload.autocast,
         "update_in_backward": workload.update_in_backward or (mode is not None and mode.updates_in_backward()),
+        "has_backward": mode is None or mode.uses_gradients,
     }

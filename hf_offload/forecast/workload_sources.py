@@ -1,13 +1,14 @@
 """Where a workload comes from: a recipe, a folder with a configuration, or a name of the hub."""
 
+import collections
 import dataclasses
-import json
-import struct
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.forecast.options import PLANNED, WorkloadOptions
@@ -18,11 +19,10 @@ from hf_offload.settings.memory_modes import read_mode_settings
 from hf_offload.settings.models import KnownModel, known_model, model_names
 from hf_offload.settings.recipe_files import PRESETS, recipe_names
 from hf_offload.settings.recipes import TASKS, load_recipe
-from hf_offload.settings.schema import OffloadConfig, snapshots_held
+from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import listed, shown
 from hf_offload.settings.text_files import is_folder, reason_of
 from hf_offload.settings.values import expand
-from hf_offload.transforms.tiling.apply import cut_for
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -61,7 +61,7 @@ def find_workload(
     if overrides:
         raise OffloadConfigError(f"{overrides[0]!r} changes a recipe, but {source!r} is not one: drop it.")
     if settings:
-        found = dataclasses.replace(found, **_of_settings(OffloadConfig(**settings)))
+        found = dataclasses.replace(found, settings=OffloadConfig(**settings))
     changes = {name: getattr(asked, name) for name in ("batch", "sequence", "image_size", "task", "optimizer")}
     changes |= {"state_place": asked.state, "weights_place": asked.weights}
     changes["dtype"] = None if asked.dtype is None else getattr(torch, asked.dtype)
@@ -85,23 +85,6 @@ def find_workload(
         )
     state_elements(found.optimizer)
     return found
-
-
-def _of_settings(offload: OffloadConfig) -> dict[str, Any]:
-    """What a workload takes from :data:`~hf_offload.forecast.options.PLANNED` settings."""
-    return {
-        "min_bytes": offload.min_bytes,
-        "sampled": offload.sampling,
-        "recompute_elementwise": offload.elementwise,
-        "plans_elementwise": offload.plans_elementwise,
-        "recompute_blocks": offload.recompute_blocks,
-        "tiled_loss": offload.tiled_loss,
-        "tiled_mlp": offload.tiled_mlp,
-        "cut": cut_for(offload),
-        "budget_bytes": None if offload.memory_budget is None else int(offload.memory_budget),
-        "snapshots": snapshots_held(offload),
-        "written_bytes": None if offload.max_step_write_bytes is None else int(offload.max_step_write_bytes),
-    }
 
 
 def _from_recipe(name: str, overrides: Sequence[str], settings: Mapping[str, Any]) -> Workload:
@@ -139,7 +122,7 @@ def _from_recipe(name: str, overrides: Sequence[str], settings: Mapping[str, Any
         streams_in_backward=training.get("max_grad_norm", 1) == 0
         and int(training.get("gradient_accumulation_steps") or 1) == 1,
         memory_mode_kwargs=read_mode_settings(recipe.offload.memory_mode_kwargs),
-        **_of_settings(offload),
+        settings=offload,
     )
 
 
@@ -158,39 +141,22 @@ def _from_folder(name: str, folder: Path) -> Workload:
     if not (folder / "config.json").is_file():
         raise OffloadConfigError(f"{folder} has no config.json: name the folder of a model or of a checkpoint.")
     found = _from_config(name, _config(str(folder)))
-    files = sorted(folder.glob("*.safetensors"))
-    weights: dict[str, int] = {}
-    for file in files:
-        for dtype, count in _header_counts(file).items():
-            weights[dtype] = weights.get(dtype, 0) + count
+    weights: collections.Counter[str] = collections.Counter()
+    for file in folder.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="pt") as stored:  # of which only the header is read
+                for one in map(stored.get_slice, stored.keys()):
+                    weights[one.get_dtype()] += math.prod(one.get_shape())
+        except (OSError, SafetensorError) as error:
+            raise OffloadConfigError(f"{file} is not a whole safetensors file: {error}.") from error
     if not weights:
         return found
-    main = max(weights, key=weights.__getitem__)
+    ((main, _),) = weights.most_common(1)
     if main not in _SAFETENSORS_DTYPES:
         raise OffloadConfigError(
             f"{folder}: most weights are stored as {main}, which is not a dtype to train in: pass --dtype."
         )
-    return dataclasses.replace(found, dtype=getattr(torch, _SAFETENSORS_DTYPES[main]), weights=weights)
-
-
-def _header_counts(file: Path) -> dict[str, int]:
-    """Elements per dtype, from a safetensors file's header: an 8-byte length, then JSON."""
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > min(file.stat().st_size, 1 << 30):
-                raise ValueError("its header is longer than the file")
-            header = json.loads(stream.read(length))
-        counts: dict[str, int] = {}
-        for key, entry in header.items():
-            if key != "__metadata__":
-                elements = 1
-                for size in entry["shape"]:
-                    elements *= size
-                counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + elements
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise OffloadConfigError(f"{file} is not a whole safetensors file: {error}.") from error
-    return counts
+    return dataclasses.replace(found, dtype=getattr(torch, _SAFETENSORS_DTYPES[main]))
 
 
 def _from_known(name: str, model: KnownModel) -> Workload:

@@ -1,6 +1,6 @@
 """AdamW with moments in 8 and 4 bits: the memory modes adamw_8bit and adamw_4bit."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,8 +23,6 @@ class AdamW8bit(MemoryMode):
     Args:
         paged: Moments lie in memory that CUDA moves to RAM where it runs short.
     """
-
-    alters_step: ClassVar[bool] = False
 
     paged: Flag = False
 
@@ -57,8 +55,6 @@ class AdamW8bit(MemoryMode):
 
 class AdamW4bit(MemoryMode):
     """AdamW with moments in 4 bits (Li et al., NeurIPS 2023, arXiv 2309.01507), from torchao."""
-
-    alters_step: ClassVar[bool] = False
 
     def optimizer(self, model: nn.Module, *, weight_decay: WeightDecay, **adam: Any) -> torch.optim.Optimizer:
         """The package's."""

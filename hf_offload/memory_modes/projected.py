@@ -1,7 +1,7 @@
 """The memory modes galore, apollo and frugal: all weights, with the state of chosen matrices in a small space."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import nn
@@ -36,8 +36,6 @@ class Projected(ProjectedConfig, MemoryMode):
         targets: Which matrices (:func:`~hf_offload.optimizers.param_groups.param_groups`).
         update_in_backward: Whether each weight is updated as soon as its gradient is there, so that gradients never add up.
     """
-
-    alters_step: ClassVar[bool] = False
 
     targets: Annotated[str | Sequence[str], names("ends of module names", alone=("auto", "all"))] = "auto"
     update_in_backward: Flag = False

@@ -103,7 +103,7 @@ class AutomaticPlan:
             self._engine.apply_plan(plan)
             self._recompute.apply(self._present(name for name, one in plan.placements.items() if one.recomputes))
             if self._elementwise is not None:
-                self._elementwise.apply(self._present(list(self._blocks)) if plan.elementwise else ())
+                self._elementwise.apply(plan.elementwise)
 
     def _present(self, names: Iterable[str]) -> Iterator[str]:
         """Of these units the blocks that have the names they had at first: once one has been added, deleted or replaced, a

@@ -14,7 +14,7 @@ from hf_offload.state import guard
 from hf_offload.state.parked import Parked
 from hf_offload.state.registry import parked_of
 from hf_offload.state.storages import moves
-from hf_offload.storage.kept import KeptSlot
+from hf_offload.storage.tier import KeptSlot
 
 _LENT = "_hf_offload_lent"  # an attribute of the storage: copies of it have none
 

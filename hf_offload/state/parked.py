@@ -30,8 +30,8 @@ from hf_offload.state.contexts import outside, unseen
 from hf_offload.state.parts import Parts
 from hf_offload.state.storages import bytes_of, digest_of, storage_of, swap_pointer
 from hf_offload.state.uses import Uses
-from hf_offload.storage.kept import KeptSlot
 from hf_offload.storage.store import HeldSlot, Slab, Store, whole_pages
+from hf_offload.storage.tier import KeptSlot
 
 _RETRIES = 3
 """How many of those that came to be read are tried to leave after a read."""

@@ -27,10 +27,9 @@ from hf_offload.storage.buffers import PAGE, empty_at_phase, map_ranges
 from hf_offload.storage.disk_io import DataFile
 from hf_offload.storage.disk_room import Piece, round_down
 from hf_offload.storage.forking import Gate, guard
-from hf_offload.storage.kept import KeptSlot
 from hf_offload.storage.queued import QueuedSlot, QueuedTier, QueuedTransfer, memory
 from hf_offload.storage.service import ACTIVATIONS, RunStorage
-from hf_offload.storage.tier import Slot
+from hf_offload.storage.tier import KeptSlot, Slot
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -76,14 +75,9 @@ class DiskTier(QueuedTier):
         directories: One local directory, or several, best on different drives.
         storage: The run's, whose limits hold for all its tiers together. Default: one for this tier alone.
         account: What the bytes are, for the run's counters.
-        budget_bytes: Most bytes of disk occupied at any time, over all directories, free slots included. They are set aside
-            for this tier. Default: what the run and the disk have left.
-        max_write_bytes: Without ``storage``, most bytes written in the tier's life; then :meth:`reserve` raises
-            ``WriteLimitError``.
+        budget_bytes: Without ``storage``, most bytes of disk occupied at any time, over all directories, free slots included.
         chunk_bytes: Size of one system call. Large slots are cut so that several threads work on them.
         write_threads, read_threads: Threads per directory in each direction.
-        direct: False forbids O_DIRECT. Default: used wherever a probe shows that it works.
-        align_bytes: A block larger than the probed one.
         checksum: Compare a CRC-32 of every buffer before the write with one after the read.
 
     Raises :class:`OffloadConfigError` for a directory that cannot be used, and
@@ -97,25 +91,20 @@ class DiskTier(QueuedTier):
         storage: RunStorage | None = None,
         account: str = ACTIVATIONS,
         budget_bytes: int | None = None,
-        max_write_bytes: int | None = None,
         chunk_bytes: int = 8 << 20,
         write_threads: int = 2,
         read_threads: int = 4,
-        direct: bool = True,
-        align_bytes: int | None = None,
         checksum: bool = False,
     ):
         paths = [directories] if isinstance(directories, (str, os.PathLike)) else list(directories)
         if not paths:
             raise OffloadConfigError("The disk tier was given no directory: name at least one.")
         threads = {"write_threads": write_threads * len(paths), "read_threads": read_threads * len(paths)}
-        storage = RunStorage(max_write_bytes) if storage is None else storage
+        storage = RunStorage(disk_bytes=budget_bytes) if storage is None else storage
         super().__init__("ssd", storage, account, **threads)
         self.account = account
         self._directories = ", ".join(map(str, paths))
-        self._room, self._number = storage.join_room(
-            self, budget_bytes, paths, chunk_bytes=chunk_bytes, direct=direct, align_bytes=align_bytes
-        )
+        self._room, self._number = storage.join_room(self, paths, chunk_bytes)
         weakref.finalize(self, self._room.abandoned.append, self._number).atexit = False
         self.block_bytes = self._room.block_bytes
         self.chunk_bytes = round_down(chunk_bytes, self.block_bytes)
@@ -167,7 +156,7 @@ class DiskTier(QueuedTier):
             if image is None or slot.freed or slot.writing:
                 return None
             self._room.hold(slot.pieces)
-            return KeptSlot(self._room, slot.pieces)
+            return KeptSlot(functools.partial(self._room.let_go.append, slot.pieces))
 
     def map(self, slot: Slot, private: bool = False) -> torch.Tensor | None:
         assert isinstance(slot, DiskSlot)

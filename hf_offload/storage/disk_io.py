@@ -196,7 +196,7 @@ class DataFile:
     threads.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, allow_direct: bool = True):
+    def __init__(self, directory: str | os.PathLike[str]):
         self.directory = Path(directory)
         self.file_system = check_directory(self.directory)
         self.size_bytes = 0
@@ -208,11 +208,7 @@ class DataFile:
         self._lost: str | None = None
         self._fd = self._buffered_fd = -1
         try:
-            self.direct = (
-                probe_direct_io(self.directory, self.file_system)
-                if allow_direct
-                else DirectIo(False, 1, "buffered files were asked for")
-            )
+            self.direct = probe_direct_io(self.directory, self.file_system)
             self._open()
         except OSError as error:
             raise _no_file_in(self.directory, error) from error

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from hf_offload.errors import OffloadConfigError, StorageError, TierFullError
+from hf_offload.errors import StorageError, TierFullError
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.budgets import Budget
 from hf_offload.storage.disk_io import DataFile
@@ -53,7 +53,6 @@ class DiskRoom:
         block_bytes: int,
         chunk_bytes: int,
         budget: Budget,
-        closed: Callable[[], None],
     ) -> None:
         self.files = files
         self.block_bytes = block_bytes
@@ -72,7 +71,7 @@ class DiskRoom:
         self._taken: dict[int, set[Piece]] = {}  # by the tier's number
         self._holds: collections.Counter[Piece] = collections.Counter()
         self._waiting: set[Piece] = set()  # given back, and held
-        self._close = weakref.finalize(self, _close_files, files, os.getpid(), budget, closed)
+        self._close = weakref.finalize(self, _close_files, files, os.getpid(), budget)
         self._close.atexit = False
 
     @classmethod
@@ -81,29 +80,23 @@ class DiskRoom:
         paths: Iterable[str | os.PathLike[str]],
         budget: Budget,
         call_with_watchdog: Callable[..., Any],
-        *,
         chunk_bytes: int,
-        direct: bool,
-        align_bytes: int | None,
-        closed: Callable[[], None] = lambda: None,
     ) -> "DiskRoom":
-        """A new file in each directory; ``closed`` is called when they are closed. Arguments as those of ``DiskTier``.
+        """A new file in each directory. Arguments as those of ``DiskTier``.
 
         Raises :class:`~hf_offload.errors.OffloadConfigError` for a directory that cannot be used.
         """
         files: list[DataFile] = []
         try:
             for path in paths:
-                file = call_with_watchdog(partial(DataFile, path, allow_direct=direct), DataFile.close)
+                file = call_with_watchdog(partial(DataFile, path), DataFile.close)
                 files.append(file)
-            block_bytes = max(align_bytes or 1, *(file.direct.align_bytes for file in files))
-            if any(block_bytes % file.direct.align_bytes for file in files):
-                raise OffloadConfigError(f"align_bytes={align_bytes} is not a multiple of what the drives need.")
         except BaseException:
             for file in files:
                 file.close()
             raise
-        return cls(files, block_bytes, round_down(chunk_bytes, block_bytes), budget, closed)
+        block_bytes = max(file.direct.align_bytes for file in files)
+        return cls(files, block_bytes, round_down(chunk_bytes, block_bytes), budget)
 
     def join(self) -> int | None:
         """The number of another tier; None if the room is closed."""
@@ -151,16 +144,6 @@ class DiskRoom:
             self._holds.update(pieces)
 
     @property
-    def free_bytes(self) -> int:
-        """Disk space that slots could still take: what is free in the files, and what budget and drives have left."""
-        with self._lock:
-            self._forget_abandoned()
-            free = sum(extents.free_bytes for extents in self._extents)
-        drives = {file.directory.stat().st_dev: os.statvfs(file.directory) for file in self.files}
-        left = sum(drive.f_bavail * drive.f_frsize for drive in drives.values())
-        return free + (left if self._budget.left_bytes is None else min(left, self._budget.left_bytes))
-
-    @property
     def occupied_bytes(self) -> int:
         """Disk space the files take."""
         return sum(extents.capacity_bytes for extents in self._extents)
@@ -195,63 +178,70 @@ class DiskRoom:
             return pieces
 
     def _find(self, room: int, call: Call) -> list[Piece]:
+        """One piece in the next file, or one in every file if it is large, so that all drives work on it. What they have no
+        room for fills the gaps between other slots, and what is left of the budget, so that it can be used to the last block.
+        """
+        shares = [(next(self._next_file), room)]
         if len(self.files) > 1 and room >= len(self.files) * self._chunk_bytes:
-            pieces = self._stripe(room, call)
-            if pieces is not None:
+            shares = self._stripes(room)
+        pieces: list[Piece] = []
+        refusals: dict[str, None] = {}
+        try:
+            for file, nbytes in shares:
+                pieces += self._take(file, nbytes) or self._grow_and_take(file, nbytes, refusals, call)
+            for file, extents in enumerate(self._extents):
+                with self._lock:
+                    gaps = extents.take_pieces(room - _total(pieces))
+                pieces += [Piece(file, offset, size) for offset, size in gaps]
+            for file in range(len(self.files)):
+                left, budget = room - _total(pieces), self._budget.left_bytes
+                size = (left if budget is None else min(left, budget)) // self._granule_bytes * self._granule_bytes
+                if size > 0:
+                    pieces += self._grow_and_take(file, size, refusals, call)
+            if _total(pieces) == room:
                 return pieces
-        first = next(self._next_file)
-        order = [(first + step) % len(self.files) for step in range(len(self.files))]
-        refusals = []
-        for file in order:
-            piece = self._take(file, room)
-            if piece is None:
-                piece, refusal = self._grow_and_take(file, room, call)
-                refusals.append(refusal)
-            if piece is not None:
-                return [piece]
-        return self._scatter(order, room, refusals, call)
+        except BaseException:
+            self._return(pieces)
+            raise
+        self._return(pieces)
+        raise TierFullError(
+            f"No room for {format_bytes(room)} on disk: {format_bytes(self.used_bytes)} are in use, and the limit is "
+            f"{' and '.join(refusals)}. Raise disk_budget, free disk space, add a directory, or let the tensor stay in "
+            "memory."
+        )
+
+    def _stripes(self, room: int) -> list[tuple[int, int]]:
+        """How much of the room is in each file, cut at multiples of the chunk."""
+        count, chunks = len(self.files), -(-room // self._chunk_bytes)
+        cuts = [min(room, chunks * file // count * self._chunk_bytes) for file in range(count)] + [room]
+        return [(file, end - start) for file, (start, end) in enumerate(itertools.pairwise(cuts))]
 
     def _return(self, pieces: Iterable[Piece]) -> None:
         with self._lock:
             for piece in pieces:
                 self._extents[piece.file].give(piece.offset, piece.nbytes)
 
-    def _stripe(self, room: int, call: Call) -> list[Piece] | None:
-        """One piece in every file, cut at multiples of the chunk; None if a file has no place for its share."""
-        count = len(self.files)
-        chunks = -(-room // self._chunk_bytes)
-        cuts = [min(room, chunks * file // count * self._chunk_bytes) for file in range(count)] + [room]
-        pieces: list[Piece] = []
-        for file, (start, end) in enumerate(itertools.pairwise(cuts)):
-            try:
-                piece = self._take(file, end - start) or self._grow_and_take(file, end - start, call)[0]
-            except BaseException:
-                self._return(pieces)
-                raise
-            if piece is None:
-                self._return(pieces)
-                return None
-            pieces.append(piece)
-        return pieces
-
-    def _take(self, file: int, nbytes: int) -> Piece | None:
+    def _take(self, file: int, nbytes: int) -> list[Piece]:
+        """A piece of the file's free room, if there is one as large."""
         with self._lock:
             offset = self._extents[file].take(nbytes)
-        return None if offset is None else Piece(file, offset, nbytes)
+        return [] if offset is None else [Piece(file, offset, nbytes)]
 
-    def _grow_and_take(self, file: int, nbytes: int, call: Call) -> tuple[Piece | None, str]:
-        """Enlarge the file by a generous step, or else by just enough; else None and the limit that was met."""
+    def _grow_and_take(self, file: int, nbytes: int, refusals: dict[str, None], call: Call) -> list[Piece]:
+        """A piece of the file, enlarged by a generous step, or else by just enough; or none, and the limit that was met is
+        added to ``refusals``.
+        """
         with self._lock:
             needed = max(nbytes - self._extents[file].free_at_end_bytes, 0)
             capacity = self._extents[file].capacity_bytes
         refusal = f"the budget of {format_bytes(self._budget.limit_bytes or 0)}"
         left = self._budget.left_bytes
-        if left is not None and left < needed and not self._growing.locked():
-            return None, refusal  # without a thread for every tensor
-        for most in dict.fromkeys((max(needed, _GROW_BYTES // self._granule_bytes * self._granule_bytes), needed)):
+        may_grow = left is None or left >= needed or self._growing.locked()  # else without a thread for every tensor
+        steps = (max(needed, _GROW_BYTES // self._granule_bytes * self._granule_bytes), needed) if may_grow else ()
+        for most in dict.fromkeys(steps):
             try:
                 if most and not call(partial(self._grow, file, most, needed, capacity)):
-                    return None, refusal
+                    break
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise StorageError(
@@ -260,8 +250,10 @@ class DiskRoom:
                     ) from error
                 refusal = f"the disk under {self.files[file].directory} ({error.strerror})"
                 continue
-            return self._take(file, nbytes), ""
-        return None, refusal
+            if found := self._take(file, nbytes):
+                return found
+        refusals[refusal] = None
+        return []
 
     def _grow(self, file: int, most: int, needed: int, capacity: int) -> bool:
         """Enlarge a file of ``capacity`` bytes, unless a growth that was given up has done so meanwhile; False if the budget
@@ -282,34 +274,9 @@ class DiskRoom:
                 self._extents[file].grow(nbytes)
             return True
 
-    def _scatter(self, order: list[int], room: int, refusals: list[str], call: Call) -> list[Piece]:
-        """Fill the gaps between other slots, and what is left of the budget, so that it can be used to the last block."""
-        pieces: list[Piece] = []
-        left = room
-        for file in order:
-            with self._lock:
-                found = self._extents[file].take_pieces(left)
-            pieces += [Piece(file, offset, size) for offset, size in found]
-            left -= sum(size for _, size in found)
-        for file in order:
-            size = left if self._budget.left_bytes is None else min(left, self._budget.left_bytes)
-            size = size // self._granule_bytes * self._granule_bytes
-            try:
-                piece = self._grow_and_take(file, size, call)[0] if size > 0 else None
-            except BaseException:
-                self._return(pieces)
-                raise
-            if piece is not None:
-                pieces.append(piece)
-                left -= piece.nbytes
-        if not left:
-            return pieces
-        self._return(pieces)
-        raise TierFullError(
-            f"No room for {format_bytes(room)} on disk: {format_bytes(self.used_bytes)} are in use, and the limit is "
-            f"{' and '.join(dict.fromkeys(refusals))}. Raise disk_budget, free disk space, add a directory, or let the "
-            "tensor stay in memory."
-        )
+
+def _total(pieces: Iterable[Piece]) -> int:
+    return sum(piece.nbytes for piece in pieces)
 
 
 def round_down(nbytes: int, block_bytes: int) -> int:
@@ -322,10 +289,9 @@ def _granule(block_bytes: int) -> int:
     return max(block_bytes, 4096)
 
 
-def _close_files(files: list[DataFile], owner_pid: int, budget: Budget, closed: Callable[[], None]) -> None:
+def _close_files(files: list[DataFile], owner_pid: int, budget: Budget) -> None:
     if os.getpid() != owner_pid:  # a forked child has closed its own copies already
         return
     for file in files:
         file.close()
         budget.give(file.size_bytes)
-    closed()

@@ -26,6 +26,7 @@ from hf_offload.storage.tier import Slot
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 16 << 20
+_THREADS = 2
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -80,15 +81,12 @@ class RamTier(QueuedTier):
         pinned: bool = False,
         arena_bytes: int = 64 << 20,
         retained_bytes: int | None = None,
-        threads: int = 2,
         checksum: bool = False,
         storage: RunStorage | None = None,
         account: str = ACTIVATIONS,
     ):
-        if storage is None:
-            storage = RunStorage()
-            storage.ram.limit_bytes = budget_bytes
-        super().__init__("ram", storage, account, write_threads=threads, read_threads=threads)
+        storage = RunStorage(ram_bytes=budget_bytes) if storage is None else storage
+        super().__init__("ram", storage, account, write_threads=_THREADS, read_threads=_THREADS)
         storage.ram_tiers.add(self)
         self._budget = storage.ram
         self.pinned = pinned

@@ -8,16 +8,15 @@ Note: accounts
     one call: ``DiskTier(directories, storage=storage_of(model), account="gradients")``.
 """
 
-import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from hf_offload.errors import OffloadConfigError, TierFullError
+from hf_offload.errors import TierFullError
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.storage.budgets import Budget
@@ -50,10 +49,12 @@ class RunStorage:
         handling: What all that moves takes of the training's threads.
     """
 
-    def __init__(self, max_disk_write_bytes: int | None = None) -> None:
-        self.ram = Budget()
-        self.disk = Budget()
-        self.disk_writes = Budget(max_disk_write_bytes)
+    def __init__(
+        self, ram_bytes: int | None = None, disk_bytes: int | None = None, written_bytes: int | None = None
+    ) -> None:
+        self.ram = Budget(ram_bytes)
+        self.disk = Budget(disk_bytes)
+        self.disk_writes = Budget(written_bytes)
         self.stops = False
         self.wear = Wear()
         self.accounts: dict[str, dict[str, TierStats]] = {}
@@ -118,45 +119,24 @@ class RunStorage:
             tier.drop_idle()
         return self.ram.take(nbytes)
 
-    def join_room(self, tier: Tier, budget_bytes: int | None, paths: list[Any], **options: Any) -> tuple[DiskRoom, int]:
+    def join_room(self, tier: Tier, paths: Sequence[Any], chunk_bytes: int) -> tuple[DiskRoom, int]:
         """The room for a ``tier`` over these directories, and its number there.
 
-        Tiers over the same directories share it, as the first of them has opened it, unless one has a budget of its own,
-        which is set aside at once.
+        Tiers over the same directories share it, as the first of them has opened it.
 
-        Raises :class:`~hf_offload.errors.OffloadConfigError` if the run's budget does not have that much left, or as
-        :meth:`DiskRoom.open` does.
+        Raises :class:`~hf_offload.errors.OffloadConfigError` as :meth:`DiskRoom.open` does.
         """
         with self._opening:
-            key = (tuple(map(os.path.abspath, paths)), options["direct"], options["align_bytes"])
-            room = self._rooms.get(key) if budget_bytes is None else None
+            key = tuple(map(os.path.abspath, paths))
+            room = self._rooms.get(key)
             number = None if room is None else room.join()
-            if room is not None and number is not None:
-                return room, number
-            if budget_bytes is None:
-                room = DiskRoom.open(paths, self.disk, tier.call_with_watchdog, **options)
-                self._rooms[key] = room
-            else:
-                room = self._room_of_its_own(tier, budget_bytes, paths, options)
-            for file in room.files:
-                self.wear.add(file)
-            number = room.join()
-            assert number is not None  # it has just been opened
+            if room is None or number is None:
+                room = self._rooms[key] = DiskRoom.open(paths, self.disk, tier.call_with_watchdog, chunk_bytes)
+                for file in room.files:
+                    self.wear.add(file)
+                number = room.join()
+                assert number is not None  # it has just been opened
             return room, number
-
-    def _room_of_its_own(self, tier: Tier, budget_bytes: int, paths: list[Any], options: dict[str, Any]) -> DiskRoom:
-        if not self.disk.take(budget_bytes):
-            raise OffloadConfigError(
-                f"disk_budget={format_bytes(budget_bytes)} is to be set aside, but of the run's disk_budget of "
-                f"{format_bytes(self.disk.limit_bytes or 0)}, {format_bytes(self.disk.taken_bytes)} are taken: raise the "
-                "run's, or leave the other one out to share it."
-            )
-        returned = functools.partial(self.disk.give, budget_bytes)
-        try:
-            return DiskRoom.open(paths, Budget(budget_bytes), tier.call_with_watchdog, closed=returned, **options)
-        except BaseException:
-            returned()
-            raise
 
 
 def _bytes(value: int | str | None) -> int | None:

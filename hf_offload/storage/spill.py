@@ -1,30 +1,16 @@
 """Two tiers as one: the faster one first, the other for what does not fit."""
 
-import dataclasses
 from concurrent.futures import Future
 
 import torch
 
 from hf_offload.errors import TierFullError
-from hf_offload.storage.kept import KeptSlot
-from hf_offload.storage.tier import Slot, Tier, TierStats
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class SpillSlot(Slot):
-    """A slot of one of the two tiers."""
-
-    tier: Tier
-    inner: Slot
-
-    @property
-    def location(self) -> str:
-        return self.inner.location
+from hf_offload.storage.tier import KeptSlot, Slot, Tier, TierStats
 
 
 class SpillTier(Tier):
-    """Reserves in ``first``, and in ``then`` what ``first`` has no room for. It owns both: :meth:`close` closes
-    them.
+    """Reserves in ``first``, and in ``then`` what ``first`` has no room for: slots are theirs, and know of which. It owns
+    both: :meth:`close` closes them.
     """
 
     def __init__(self, first: Tier, then: Tier):
@@ -39,48 +25,42 @@ class SpillTier(Tier):
     def where(self) -> str:
         return f"{self.first.where}, {self.then.where}"
 
-    def reserve(self, nbytes: int, place: str | None = None) -> SpillSlot:
+    def reserve(self, nbytes: int, place: str | None = None) -> Slot:
         try:
             if place == self.then.name:
                 raise TierFullError(f"The plan keeps {self.first.name} for others.")
-            return SpillSlot(nbytes, self.first, self.first.reserve(nbytes))
+            slot, tier = self.first.reserve(nbytes), self.first
         except TierFullError as first_full:
             try:
-                return SpillSlot(nbytes, self.then, self.then.reserve(nbytes))
+                slot, tier = self.then.reserve(nbytes), self.then
             except TierFullError as then_full:
                 raise TierFullError(f"Both tiers are full. {first_full} {then_full}") from then_full
+        slot.tier = tier
+        return slot
 
     def write(self, slot: Slot, buffer: torch.Tensor, begin: int = 0) -> "Future[None]":
-        assert isinstance(slot, SpillSlot)
-        return slot.tier.write(slot.inner, buffer, begin)
+        return _of(slot).write(slot, buffer, begin)
 
     def read(self, slot: Slot, into: torch.Tensor, urgent: bool = False, begin: int = 0) -> "Future[None]":
-        assert isinstance(slot, SpillSlot)
-        return slot.tier.read(slot.inner, into, urgent, begin)
+        return _of(slot).read(slot, into, urgent, begin)
 
     def map(self, slot: Slot, private: bool = False) -> torch.Tensor | None:
-        assert isinstance(slot, SpillSlot)
-        return slot.tier.map(slot.inner, private)
+        return _of(slot).map(slot, private)
 
     def free(self, slot: Slot) -> None:
-        assert isinstance(slot, SpillSlot)
-        slot.tier.free(slot.inner)
+        _of(slot).free(slot)
 
     def phase(self, slot: Slot) -> int:
-        assert isinstance(slot, SpillSlot)
-        return slot.tier.phase(slot.inner)
+        return _of(slot).phase(slot)
 
     def keep(self, slot: Slot) -> KeptSlot | None:
-        assert isinstance(slot, SpillSlot)
-        return slot.tier.keep(slot.inner)
+        return _of(slot).keep(slot)
 
     def host_view(self, slot: Slot) -> torch.Tensor | None:
-        assert isinstance(slot, SpillSlot)
-        return slot.tier.host_view(slot.inner)
+        return _of(slot).host_view(slot)
 
     def copied(self, slot: Slot, kind: str) -> None:
-        assert isinstance(slot, SpillSlot)
-        slot.tier.copied(slot.inner, kind)
+        _of(slot).copied(slot, kind)
 
     @property
     def parts(self) -> tuple[Tier, Tier]:
@@ -91,3 +71,8 @@ class SpillTier(Tier):
             self.first.close()
         finally:
             self.then.close()
+
+
+def _of(slot: Slot) -> Tier:
+    assert slot.tier is not None, "a slot of two tiers is one's of them"
+    return slot.tier

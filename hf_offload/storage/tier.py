@@ -18,17 +18,15 @@ import dataclasses
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from hf_offload.errors import StandstillError
 from hf_offload.interrupts import signals_deferred
-
-if TYPE_CHECKING:
-    from hf_offload.storage.kept import KeptSlot
 
 T = TypeVar("T")
 
@@ -39,14 +37,29 @@ _SIGNAL_DELAY_S = 0.1
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Slot:
-    """Room for ``nbytes`` bytes in a tier. Tiers subclass it with what they need to find the bytes again."""
+    """Room for ``nbytes`` bytes in a tier. Tiers subclass it with what they need to find the bytes again. ``tier`` is the one
+    of several that has it.
+    """
 
     nbytes: int
+    tier: "Tier | None" = dataclasses.field(default=None, kw_only=True)
 
     @property
     def location(self) -> str:
         """Where the bytes are, for error messages: a file and an offset, or "RAM"."""
         return type(self).__name__
+
+
+class KeptSlot:
+    """Bytes on a drive that stay there as they are while this object is there, whatever becomes of their slot; ``let_go`` is
+    called once it is not.
+
+    What is written after its slot was held gets another slot. So a state as of a step needs no copy, and its room is free
+    once it is not needed any more.
+    """
+
+    def __init__(self, let_go: Callable[[], object]):
+        weakref.finalize(self, let_go).atexit = False
 
 
 class TierStats:
@@ -258,7 +271,7 @@ class Tier(abc.ABC):
         """
         return None
 
-    def keep(self, slot: Slot) -> "KeptSlot | None":
+    def keep(self, slot: Slot) -> KeptSlot | None:
         """Hold the bytes of a slot that was written, also when it is freed; None where they are not on a drive."""
         return None
 

@@ -62,9 +62,14 @@ class Transform(ABC):
         """Take ``change``, of the module of that name or a hook of the model, back in :meth:`remove`."""
         self._changes.append((name, change))
 
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether the model recomputes blocks in backward by itself."""
+        return any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
+
     def warn_if_checkpointed(self, what: str) -> None:
         """Log that ``what`` saves no memory if the model recomputes its blocks."""
-        if any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules()):
+        if self.is_checkpointed:
             logger.warning(
                 "Activation checkpointing keeps nothing of a block but its input, so %s no memory: drop one of them.",
                 what,

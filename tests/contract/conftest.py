@@ -1,12 +1,14 @@
 """One tier of every kind, for the conformance suite."""
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from hf_offload.storage import disk_io
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.ram import RamTier
 from hf_offload.storage.spill import SpillTier
@@ -57,8 +59,12 @@ def directories(kind: str, tmp_path: Path) -> Iterator[list[Path]]:
 
 
 @pytest.fixture
-def make(kind: str, directories: list[Path]) -> Iterator[Make]:
+def make(kind: str, directories: list[Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """``make(budget_bytes=None)`` gives a tier of the kind under test; all are closed afterwards."""
+    probe = disk_io.probe_direct_io
+    other = {"disk-4k": {"align_bytes": 4096}, "disk-buffered": {"usable": False, "align_bytes": 1}}.get(kind)
+    if other is not None:
+        monkeypatch.setattr(disk_io, "probe_direct_io", lambda *call: dataclasses.replace(probe(*call), **other))
 
     def build(budget_bytes: int | None = None) -> Tier:
         if kind.startswith("ram"):
@@ -69,10 +75,8 @@ def make(kind: str, directories: list[Path]) -> Iterator[Make]:
                 tier.close()
                 pytest.skip(f"no direct I/O under {directories[0]}: {tier.files[0].direct.reason}")
             return tier
-        if kind == "disk-4k":
-            return DiskTier(directories, budget_bytes=budget_bytes, align_bytes=4096)
-        if kind == "disk-buffered":
-            return DiskTier(directories, budget_bytes=budget_bytes, direct=False)
+        if other is not None:
+            return DiskTier(directories, budget_bytes=budget_bytes)
         if kind == "disk-tmpfs":
             tier = DiskTier(directories, budget_bytes=budget_bytes)
             assert not tier.files[0].direct.usable

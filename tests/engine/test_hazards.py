@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
-from hf_offload.engine.record import Settling
 from hf_offload.errors import OffloadError, SavedTensorModifiedError
 from hf_offload.state.saved import KeptTensor
 from tests.helpers.controlled_tier import ControlledTier, Rig
@@ -468,20 +467,6 @@ def test_a_record_that_is_gone_cannot_be_found_again():
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
-
-
-def test_all_who_wait_for_the_end_of_a_store_are_woken():
-    settling = Settling()
-    assert not settling.wait(0.01)
-    waiting = [threading.Thread(target=settling.wait, args=(20,), daemon=True) for _ in range(3)]
-    for thread in waiting:
-        thread.start()
-    settling.end()
-    for thread in waiting:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert settling.done()
-    assert settling.wait(0)
 
 
 def test_a_store_in_flight_is_forwarded_from_memory():

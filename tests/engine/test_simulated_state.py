@@ -7,8 +7,9 @@ import torch
 import transformers
 
 from hf_offload import OffloadConfig, attach
-from hf_offload.forecast.counting import OptimizerNeeds, count_footprint
+from hf_offload.forecast.counting import count_footprint
 from hf_offload.forecast.fake import fake_mode
+from hf_offload.memory_modes.protocol import OptimizerBytes
 from hf_offload.plan.holding import GRADIENTS, STATE, WEIGHTS, Held, hold, least_weights
 from hf_offload.planning.unit_weights import unit_weights
 from hf_offload.state.optimizer import streaming_of
@@ -58,7 +59,7 @@ def footprint_of(name):
         model,
         inputs,
         cost=lambda flops, moved, dtype: 1e-6,
-        optimizer=OptimizerNeeds(2 * sum(p.nbytes for p in model.parameters()), 0, 0.0),
+        optimizer=OptimizerBytes(2 * sum(p.nbytes for p in model.parameters()), 0, 0),
         min_bytes=KB,
         as_on_cuda=False,
     )

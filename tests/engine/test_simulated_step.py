@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from hf_offload.forecast.counting import OptimizerNeeds, count_footprint
+from hf_offload.forecast.counting import count_footprint
 from hf_offload.forecast.fake import fake_mode
+from hf_offload.memory_modes.protocol import OptimizerBytes
 from hf_offload.plan import rules
 from hf_offload.plan.footprint import Footprint, Saved, Segment
 from hf_offload.plan.plan import Keeping, Placement, Plan
@@ -85,7 +86,7 @@ def counted_footprint(name):
         model,
         inputs,
         cost=lambda flops, moved, dtype: flops / 1e10 + moved / 1e9,
-        optimizer=OptimizerNeeds(0, 0, 0.0),
+        optimizer=OptimizerBytes(0, 0, 0),
         min_bytes=4096,
         as_on_cuda=False,
     )

@@ -17,6 +17,7 @@ from hf_offload.storage.buffers import empty_at_phase
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.extents import Extents
 from hf_offload.storage.ram import RamTier
+from hf_offload.storage.service import RunStorage
 
 MIB = 1 << 20
 TIMEOUT_S = 60
@@ -27,10 +28,12 @@ def filled(nbytes: int, phase: int = 64, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.fixture(params=[True, False], ids=["direct", "buffered"])
-def tier(tmp_path, request):
-    with_direct = DiskTier(tmp_path, chunk_bytes=MIB, direct=request.param)
-    yield with_direct
-    with_direct.close()
+def tier(tmp_path, request, monkeypatch):
+    if not request.param:
+        monkeypatch.setattr(disk_io, "probe_direct_io", lambda *_: disk_io.DirectIo(False, 1, "for this test"))
+    tier = DiskTier(tmp_path, chunk_bytes=MIB)
+    yield tier
+    tier.close()
 
 
 def store(tier, buffer):
@@ -221,7 +224,7 @@ def test_large_slots_use_every_drive(tmp_path):
 
 
 def test_the_write_limit_stops_reservations_and_counts_what_was_written(tmp_path):
-    tier = DiskTier(tmp_path, max_write_bytes=3 * MIB)
+    tier = DiskTier(tmp_path, storage=RunStorage(written_bytes=3 * MIB))
     unused = tier.reserve(MIB)
     slot = store(tier, filled(MIB))
     tier.free(unused)  # never written: not spent
@@ -237,7 +240,7 @@ def test_the_write_limit_stops_reservations_and_counts_what_was_written(tmp_path
 
 
 def test_a_cancelled_write_is_not_spent(tmp_path, monkeypatch):
-    tier = DiskTier(tmp_path, max_write_bytes=6 * MIB, write_threads=1)
+    tier = DiskTier(tmp_path, storage=RunStorage(written_bytes=6 * MIB), write_threads=1)
     inside, go = threading.Event(), threading.Event()
     real = disk_io.write_once
 

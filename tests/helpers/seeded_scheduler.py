@@ -78,7 +78,11 @@ class Workers:
             stack.enter_context(patch.object(ring, "Future", Promise))
             stack.enter_context(patch.object(staged, "PinnedRing", Ring))
             stack.enter_context(
-                patch.object(transfer.Transfer, "_wait_for", lambda _, future: self.wait_until(future.done))
+                patch.object(
+                    transfer.Transfer,
+                    "_wait_for",
+                    lambda _, end: self.wait_until(end.done if isinstance(end, Future) else end.is_set),
+                )
             )
             try:
                 yield

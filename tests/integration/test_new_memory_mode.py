@@ -29,7 +29,6 @@ SMALL_GPT2 = ["model.config.n_layer=2", "model.config.n_embd=64", "model.config.
 class Momentum(MemoryMode):
     """SGD with momentum."""
 
-    alters_step: ClassVar[bool] = False
     card_library: ClassVar[str] = "momentum-library"
 
     momentum: Annotated[Number, Field(ge=0, le=1)] = 0.9

@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 
 from hf_offload import OffloadConfig, offload_activations
 from hf_offload.cli.main import app
-from hf_offload.forecast.counting import OptimizerNeeds, count_footprint
+from hf_offload.forecast.counting import count_footprint
 from hf_offload.forecast.fake import fake_mode
 from hf_offload.forecast.workload_sources import find_workload
+from hf_offload.memory_modes.protocol import OptimizerBytes
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem
@@ -116,7 +117,7 @@ def counted(workload, min_bytes=1024):
         model = workload.build()
         batch = workload.inputs(model)
     footprint = count_footprint(
-        model, batch, cost=lambda *_: 0.0, optimizer=OptimizerNeeds(0, 0, 0.0), min_bytes=min_bytes,
+        model, batch, cost=lambda *_: 0.0, optimizer=OptimizerBytes(0, 0, 0), min_bytes=min_bytes,
         as_on_cuda=False, autocast=workload.autocast,
     )  # fmt: skip
     return footprint, batch

@@ -76,7 +76,7 @@ def workload_of(architecture, dtype=torch.float32):
     config.use_cache = False
     return Workload(
         name="tiny", config=config, task="causal-lm", batch=2, sequence=24, dtype=dtype, attention="sdpa",
-        min_bytes=1,
+        settings=OffloadConfig(min_bytes=1),
     )  # fmt: skip
 
 

@@ -323,7 +323,7 @@ def test_predict_wants_names_or_all():
 
 def assert_true(name):
     """What is written is what is predicted now. Times and sizes are rounded, and a plan may change in its last digits."""
-    from hf_offload.forecast.predict import predict_recipe
+    from benchmarks.recipe_prediction import predict_recipe
 
     written, now = read_meta(name).predicted.given, predict_recipe(name).written.given
     assert written.keys() == now.keys()

@@ -90,11 +90,11 @@ def test_trains_as_without(change, elementwise, tmp_path):
 def test_asks_no_block_that_is_gone():
     model = nn.Sequential(Block(), Block())
     elementwise = ElementwiseBlocks(dict(model.named_children()))
-    elementwise.apply(())
+    elementwise.apply(False)
     for left in (True, False):
         delete(model)
         gc.collect()
         assert elementwise.possible is left
-        elementwise.apply(())
-        elementwise.apply(["0", "1"])
+        elementwise.apply(False)
+        elementwise.apply(True)
     elementwise.remove()

@@ -37,24 +37,19 @@ def tokens(number, dtype=torch.float):
     return torch.randn(2, ROWS, WIDTH, generator=random).to(dtype)
 
 
-def gradients(make, loss_of, elementwise, steps=1, watched=0, autocast=None, dtype=torch.float):
-    """Losses, gradients and outputs of steps, the first ``watched`` of which save all."""
+def gradients(make, loss_of, elementwise, autocast=None, dtype=torch.float):
+    """The loss and the gradients of a step."""
     torch.manual_seed(0)
     model = make().to(dtype).train()
     blocks = ElementwiseBlocks(
         {name: one for name, one in model.named_modules() if type(one).__name__.startswith("Block")}
     )
-    found = []
-    blocks.apply([])
-    for step in range(steps):
-        if elementwise and step == watched:
-            blocks.apply([name for name, _ in model.named_modules()])
-        torch.manual_seed(step)
-        with contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast):
-            loss = loss_of(model, step, dtype)
-        loss.backward()
-        found += [loss.detach(), *(one.grad for one in model.parameters())]
-        model.zero_grad()
+    blocks.apply(elementwise)
+    torch.manual_seed(0)
+    with contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast):
+        loss = loss_of(model, 0, dtype)
+    loss.backward()
+    found = [loss.detach(), *(one.grad for one in model.parameters())]
     names = blocks.names
     blocks.remove()
     return found, names
@@ -174,48 +169,7 @@ class BlockInPlace(Block):
         return hidden
 
 
-@pytest.mark.parametrize("norm", [nn.RMSNorm, LlamaRMSNorm])
-def test_a_block_that_overwrites_what_a_norm_is_recomputed_from_never_does_it(norm):
-    def make():
-        return nn.Sequential(Block(norm), BlockInPlace(norm), Block(norm))
-
-    names = check(make, once, steps=3, watched=1, dtype=torch.bfloat16)
-    assert {name.partition(".")[0] for name in names} == {"0", "2"}
-
-
-def test_what_is_overwritten_without_having_been_watched_is_an_error_that_names_the_setting():
+def test_what_is_overwritten_is_an_error_that_names_the_setting():
     with pytest.raises((RuntimeError, SavedTensorModifiedError), match="modified by an inplace operation") as caught:
         check(lambda: BlockInPlace(LlamaRMSNorm), once, dtype=torch.bfloat16)
     assert any("recompute_elementwise='off'" in note for note in caught.value.__notes__)
-
-
-def penalised(model, step, dtype):
-    inputs = tokens(step, dtype).requires_grad_()
-    loss = model(inputs).float().square().sum()
-    (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
-    return loss + gradient.square().sum()
-
-
-def test_a_block_whose_gradients_are_differentiated_again_never_does_it():
-    assert not check(Block, penalised, steps=3, watched=1)
-
-
-def test_blocks_are_watched_until_a_backward_was_once_for_each_dtype_of_autocast():
-    block = Block()
-    blocks = ElementwiseBlocks({"": block})
-    blocks.apply([])
-    hooks = []
-
-    def count(autocast):
-        with contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast):
-            before = len(hooks)
-            loss = once(block, 0, torch.float)
-        loss.backward()
-        return len(hooks) - before
-
-    formulas = blocks._blocks[""]._formulas
-    watch = formulas.watch
-    formulas.watch = lambda *args: (hooks.append(None), watch(*args))
-    assert [count(None), count(None), count(torch.bfloat16), count(torch.bfloat16), count(None)][1::2] == [0, 0]
-    assert hooks
-    blocks.remove()

@@ -10,9 +10,10 @@ import transformers
 
 from hf_offload import OffloadConfig, offload_activations
 from hf_offload.errors import OffloadPlanError
-from hf_offload.forecast.counting import OptimizerNeeds, count_footprint
+from hf_offload.forecast.counting import count_footprint
 from hf_offload.forecast.fake import fake_mode
 from hf_offload.forecast.scaling import Family
+from hf_offload.memory_modes.protocol import OptimizerBytes
 from hf_offload.structure.units import find_blocks, find_units
 from hf_offload.transforms.rematerialization.apply import ElementwiseBlocks, Rematerialization
 from hf_offload.transforms.sampling.apply import Sampling
@@ -23,10 +24,10 @@ from tests.helpers.handmade_footprints import footprint_of
 from tests.helpers.live_bytes import peak_live_bytes
 from tests.helpers.tables import rows
 
-NOTHING = OptimizerNeeds(0, 0, 0.0)
+NOTHING = OptimizerBytes(0, 0, 0)
 
 
-def count(name, dropout, min_bytes=4096, elementwise=()):
+def count(name, dropout, min_bytes=4096, elementwise=False):
     with fake_mode():
         model, inputs = build(name, dropout), batch()
         ElementwiseBlocks(find_blocks(model)).apply(elementwise)

@@ -9,7 +9,7 @@ import pytest
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.storage import disk_io, file_systems
-from hf_offload.storage.disk_io import DataFile, probe_direct_io
+from hf_offload.storage.disk_io import DataFile, DirectIo, probe_direct_io
 from hf_offload.storage.file_systems import check_directory, file_system_of, free_disk_bytes, parse_mountinfo
 
 MOUNTS = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
@@ -265,7 +265,8 @@ def test_buffered_writes_are_dropped_from_the_page_cache(tmp_path, monkeypatch):
     advised = []
     real = os.posix_fadvise
     monkeypatch.setattr(os, "posix_fadvise", lambda *call: advised.append(call[1:]) or real(*call))
-    file = DataFile(tmp_path, allow_direct=False)
+    monkeypatch.setattr(disk_io, "probe_direct_io", lambda *_: DirectIo(False, 1, "for this test"))
+    file = DataFile(tmp_path)
     file.grow(1 << 20)
     if file.file_system in file_systems.MEMORY_FILE_SYSTEMS:
         pytest.skip("the temporary directory is a tmpfs, whose pages are the file itself")
@@ -281,7 +282,8 @@ def test_buffered_writes_are_dropped_from_the_page_cache(tmp_path, monkeypatch):
 
 def test_what_write_back_has_lost_is_an_error_for_good(tmp_path, monkeypatch):
     """The kernel tells it once, and not of which bytes."""
-    file = DataFile(tmp_path, allow_direct=False)
+    monkeypatch.setattr(disk_io, "probe_direct_io", lambda *_: DirectIo(False, 1, "for this test"))
+    file = DataFile(tmp_path)
     if file.file_system in file_systems.MEMORY_FILE_SYSTEMS:
         pytest.skip("the temporary directory is a tmpfs, which writes nothing back")
     file.grow(1 << 20)

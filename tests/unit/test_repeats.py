@@ -56,7 +56,7 @@ WAYS = {
     },
     "autocast": {"autocast": torch.bfloat16, "dtype": torch.float32},
     "tiled": {"tiled_loss": "on", "tiled_mlp": "on"},
-    "sampled": {"sampled": SampledLinearConfig(ratio=0.25)},
+    "sampled": {"sampled_linear": SampledLinearConfig(ratio=0.25)},
     "updated in backward": {"update_in_backward": True},
 }  # fmt: skip
 HARDWARE = describe_hardware(gpu="24GB", tflops=80, pcie="25GB/s", ssd="5GB/s")
@@ -70,8 +70,8 @@ QUICK = [
 def workload(name, way="all weights", config=None):
     config = MODELS[name]() if config is None else config
     config.use_cache = False
-    asked = {"batch": 2, "sequence": 64, "dtype": torch.bfloat16, "min_bytes": 2048, **WAYS[way]}
-    return Workload(name=name, config=config, task=TASKS.get(name, "causal-lm"), **asked)
+    shape = {"task": TASKS.get(name, "causal-lm"), "batch": 2, "sequence": 64, "dtype": torch.bfloat16}
+    return Workload(name=name, config=config, **shape).changed(min_bytes=2048, **WAYS[way])
 
 
 @pytest.fixture

@@ -114,17 +114,16 @@ def test_true_logits_are_computed_once(pair):
     assert lazy.exp().grad_fn.next_functions[0][0] is lazy.sin().grad_fn.next_functions[0][0]
 
 
-def test_changes_in_place_are_remembered_or_refused(pair):
+def test_columns_that_are_set_are_remembered_and_other_changes_in_place_refused(pair):
+    """Chameleon rules out the tokens of images."""
     lazy, true = pair
-    lazy /= 2
-    lazy.mul_(3.0)
     lazy[:, :, 4] = -1e9
     lazy[..., [5, 6]] = 0.0
-    expected = true.clone() / 2 * 3.0
+    expected = true.clone()
     expected[:, :, 4] = -1e9
     expected[..., [5, 6]] = 0.0
     torch.testing.assert_close(lazy.clone(), expected)
-    for change in (lambda: lazy.exp_(), lambda: lazy.__setitem__((0, 0), 1.0), lambda: lazy.masked_fill_(lazy > 0, 0)):
+    for change in (lambda: lazy.div_(2), lambda: lazy.__setitem__((0, 0), 1.0), lambda: lazy.masked_fill_(lazy > 0, 0)):
         with pytest.raises(RuntimeError, match="tiled_loss='off'"):
             change()
 

@@ -15,21 +15,21 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.elementwise import ALL_EXACT, SWITCHES, RecomputeElementwiseConfig
 from hf_offload.transforms.rematerialization.formulas import Formulas
 from hf_offload.transforms.rematerialization.modules import (
-    CoarseActivation,
-    PackedDropoutModule,
-    PackedReLU,
+    OfTensor,
+    OneTensorModule,
     ProductsInside,
-    RebuiltInputLinear,
-    RecomputedFunction,
-    RecomputedRMSNorm,
-    RematerializedModule,
-    SavedResult,
+    dropout_by_bits,
+    linear_of_rebuilt,
+    recomputed_result,
+    relu_by_bits,
+    saved_result,
+    with_coarse_derivative,
 )
 from hf_offload.transforms.transform import Transform
 
 logger = logging.getLogger(__name__)
 
-_Found = tuple[str, nn.Module, type[RematerializedModule]]
+_Found = tuple[str, nn.Module, OfTensor]
 _EXACT = RecomputeElementwiseConfig((ALL_EXACT,))
 _ELEMENTWISE = (nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Hardswish)
 # Their backward needs the result, so it can stay; what dropout makes of it need not.
@@ -47,8 +47,7 @@ _LOOKS_FOR = {
 class Rematerialization(Transform):
     """Makes modules of a model recompute in backward what they would save.
 
-    ``left_alone`` is an output head that stays as it is: its input is saved by whatever computes the loss in pieces. With
-    ``by_choice``, it is what a plan chooses: modules are watched before it is switched on.
+    ``left_alone`` is an output head that stays as it is: its input is saved by whatever computes the loss in pieces.
     """
 
     def __init__(
@@ -56,12 +55,11 @@ class Rematerialization(Transform):
         model: nn.Module,
         config: RecomputeElementwiseConfig | None,
         left_alone: nn.Module | None = None,
-        by_choice: bool = False,
     ):
         super().__init__(model)
         self._config = config
         self._left_alone = (lambda: None) if left_alone is None else weakref.ref(left_alone)
-        self._formulas = Formulas(watches=by_choice)
+        self._formulas = Formulas()
         self.rebuilds_inputs = False
         """Whether linear layers do not save inputs that can be recomputed."""
 
@@ -74,7 +72,7 @@ class Rematerialization(Transform):
         config = self._config
         if config is None or self.names:
             return
-        found = {switch: list(self._found(switch)) for switch in SWITCHES if config.asks_for(switch)}
+        found = self._search()
         idle = [switch for switch, modules in found.items() if not modules]
         if idle and (any(config.insists_on(switch) for switch in idle) or len(idle) == len(found)):
             raise OffloadConfigError(self._nothing_for([one for one in idle if config.insists_on(one)] or idle))
@@ -85,45 +83,41 @@ class Rematerialization(Transform):
 
     def switch(self, on: bool) -> None:
         """Do it or leave it from the next forward on. What has been applied stays where it is, under what others have put
-        around a module since; what the model has no use for is passed over without a word, as is a model that was seen to
-        be unsuited.
+        around a module since; what the model has no use for is passed over without a word.
         """
-        assert self._config is not None
         if self._model_ref() is None:  # a block that has been taken out of its model
             return
-        if not self.names and not self._is_checkpointed:
-            found = {switch: list(self._found(switch)) for switch in SWITCHES if self._config.asks_for(switch)}
-            if any(found.values()):
-                self._install(found)
-        self._formulas.in_use = on and not self._formulas.is_unsuited
+        if not self.names and not self.is_checkpointed and any((found := self._search()).values()):
+            self._install(found)
+        self._formulas.in_use = on
 
     @property
     def finds_any(self) -> bool:
         """Whether :meth:`switch` has anything to apply, and the model is there and not checkpointed."""
-        if self._model_ref() is None or self._formulas.is_unsuited or self._is_checkpointed:
+        if self._model_ref() is None or self.is_checkpointed:
             return False
-        asked = (switch for switch in SWITCHES if self._config is not None and self._config.asks_for(switch))
-        return bool(self.names) or any(True for switch in asked for _ in self._found(switch))
+        return bool(self.names) or any(self._search().values())
 
     @property
     def is_on(self) -> bool:
         """Whether it is done at present."""
         return bool(self.names) and self._formulas.in_use
 
-    @property
-    def _is_checkpointed(self) -> bool:
-        return any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
+    def _search(self) -> dict[str, list[_Found]]:
+        """The modules for each switch that is asked for."""
+        assert self._config is not None
+        return {switch: list(self._found(switch)) for switch in SWITCHES if self._config.asks_for(switch)}
 
     def _install(self, found: Mapping[str, list[_Found]]) -> None:
         formulas = self._formulas
         self.rebuilds_inputs = bool(found.get("activations") or found.get("norms"))
         for modules in found.values():
-            for name, module, kind in modules:
-                self.replace(kind(name, module, formulas))
+            for name, module, of_tensor in modules:
+                self.replace(OneTensorModule(name, module, formulas, of_tensor))
         if self.rebuilds_inputs:
             for name, module in _own_forwards(self.model):
                 if type(module) in (nn.Linear, Conv1D) and module is not self._left_alone():
-                    self.replace(RebuiltInputLinear(name, module, formulas))
+                    self.replace(OneTensorModule(name, module, formulas, linear_of_rebuilt))
         if found.get("activations"):
             for name, module in _parents(self.model, [module for _, module, _ in found["activations"]]):
                 self.replace(ProductsInside(name, module, formulas))
@@ -134,17 +128,17 @@ class Rematerialization(Transform):
         packs_masks = self._config.asks_for("dropout")
         for name, module in _own_forwards(self.model):
             if switch == "norms" and _is_norm(module):
-                yield name, module, RecomputedRMSNorm if type(module) is nn.RMSNorm else RecomputedFunction
+                yield name, module, recomputed_result
             elif switch == "dropout" and type(module) is nn.Dropout and 0 < module.p < 1 and not module.inplace:
-                yield name, module, PackedDropoutModule
+                yield name, module, dropout_by_bits
             elif switch == "activations" and packs_masks and type(module) in _RESULT_KEPT and not _in_place(module):
-                yield name, module, SavedResult
+                yield name, module, saved_result
             elif switch == "activations" and type(module) is nn.ReLU and not _in_place(module):
-                yield name, module, PackedReLU
+                yield name, module, relu_by_bits
             elif switch == "activations" and _is_activation(module):
-                yield name, module, RecomputedFunction
+                yield name, module, recomputed_result
             elif switch == "derivative-8bit" and _is_activation(module):
-                yield name, module, CoarseActivation
+                yield name, module, with_coarse_derivative
 
     def _nothing_for(self, switches: Iterable[str]) -> str:
         name = type(self.model).__name__
@@ -155,28 +149,22 @@ class Rematerialization(Transform):
 
 
 class ElementwiseBlocks:
-    """Which blocks recompute their elementwise operations in backward: a plan says so, and may say otherwise before the next
-    step.
+    """Blocks that recompute their elementwise operations in backward, all or none: a plan says so, and may say otherwise
+    before the next step.
 
-    Of other blocks a block knows no formulas: what it saves depends on itself alone, as plans expect. Those that do not do it
-    are watched: one that changes what its tensors would be recomputed from never does it, nor one whose gradients are
-    differentiated again.
+    Of other blocks a block knows no formulas: what it saves depends on itself alone, as plans expect.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module]):
-        self._blocks = {name: Rematerialization(block, _EXACT, by_choice=True) for name, block in blocks.items()}
-        self._on: frozenset[str] | None = None
+        self._blocks = {name: Rematerialization(block, _EXACT) for name, block in blocks.items()}
 
-    def apply(self, names: Iterable[str]) -> None:
-        """Let these blocks do it, and no others. Names of other units are ignored."""
-        wanted = frozenset(self._blocks.keys() & set(names))
-        for name in self._blocks if self._on is None else wanted ^ self._on:
-            self._blocks[name].switch(name in wanted)
-        self._on = wanted
+    def apply(self, on: bool) -> None:
+        """Let the blocks do it, or let none of them."""
+        for block in self._blocks.values():
+            block.switch(on)
 
     def remove(self) -> None:
         """Restore every block. Idempotent."""
-        self._on = None
         for block in self._blocks.values():
             block.remove()
 

@@ -2,14 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
-
-from hf_offload.transforms.backward import autocast_dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,41 +26,13 @@ def as_it_is(tensor: Tensor) -> Formula:
 class Formulas:
     """The formulas of one model's tensors. Each is forgotten when its tensor goes, all when the forward ends.
 
-    Note: tensors that change after a forward
-        A model may overwrite a tensor that autograd does not save, but that a formula needs: a residual, for example, of
-        which a norm in 16 bits saves a copy in 32. Before modules save less, they can run as they are and be watched: what
-        is noted then are version counters, without memory.
-
     Attributes:
         in_use: Whether modules save less at present.
-        is_unsuited: Whether a watched forward was followed by changes of what formulas need, or by a gradient of which
-            another is to be taken.
     """
 
-    def __init__(self, watches: bool = False) -> None:
+    def __init__(self) -> None:
         self.in_use = True
-        self.is_unsuited = False
-        self._watches = watches
-        self._watched: set[torch.dtype | None] = set()
         self._known = WeakTensorKeyDictionary()
-
-    def watch_now(self, device: torch.device) -> bool:
-        """Whether modules, which do not save less at present, are to be watched: until a backward was, once for each dtype
-        of autocast.
-        """
-        return self._watches and not self.is_unsuited and autocast_dtype(device) not in self._watched
-
-    def watch(self, result: Tensor, tensors: Iterable[Tensor]) -> None:
-        """Look whether ``tensors``, which what made ``result`` would save, are the same in backward."""
-        node = result.grad_fn
-        if node is not None:
-            versions = [(hull_of(one), one._version) for one in tensors]
-            node.register_prehook(functools.partial(self._look, autocast_dtype(result.device), versions))
-
-    def _look(self, autocast: torch.dtype | None, versions: list[tuple[Tensor, int]], _: Any) -> None:
-        self._watched.add(autocast)
-        is_differentiated = torch.is_grad_enabled()
-        self.is_unsuited |= is_differentiated or any(hull._version != version for hull, version in versions)
 
     def remember(self, made: Tensor, formula: Formula | None) -> None:
         """Note how ``made`` is computed; None: the operation that made it saves it, so saving it twice costs nothing."""
@@ -97,10 +67,10 @@ class Formulas:
         self._known.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Formulas":
-        return memo.setdefault(id(self), Formulas(self._watches))
+        return memo.setdefault(id(self), Formulas())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Formulas, (self._watches,)
+        return Formulas, ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,13 +92,6 @@ def _saving_hooks() -> Any:
 def same(tensor: Tensor) -> Tensor:
     """The tensor itself."""
     return tensor
-
-
-def hull_of(tensor: Tensor) -> Tensor:
-    """A tensor with the version counter of ``tensor``, and no memory."""
-    hull = tensor.detach()
-    hull.data = hull.new_empty(0)
-    return hull
 
 
 def _reshaped(build: Callable[..., Tensor], shape: torch.Size, *tensors: Tensor) -> Tensor:

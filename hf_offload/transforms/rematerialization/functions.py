@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_offload.engine.device import open_device
 from hf_offload.transforms.backward import autocast_as_now, differentiable_once
-from hf_offload.transforms.rematerialization.formulas import Formula, Formulas, as_it_is, hull_of, same
+from hf_offload.transforms.rematerialization.formulas import Formula, Formulas, as_it_is, same
 
 logger = logging.getLogger(__name__)
 
@@ -141,24 +141,10 @@ class Products(TorchFunctionMode):
         if formulas == (None, None):
             return None
         of_left, of_right = formulas[0] or as_it_is(left), formulas[1] or as_it_is(right)
-        return self._made(left, right, of_left, of_right)
-
-    def _made(self, left: Tensor, right: Tensor, of_left: Formula, of_right: Formula) -> Tensor:
         product: Tensor = _Product.apply(left, right, of_left, of_right)
         tensors = (*of_left.tensors, *of_right.tensors)
         build = functools.partial(_times, of_left.build, of_right.build, len(of_left.tensors))
         self._formulas.remember(product, Formula(tensors, build))
-        return product
-
-
-class WatchedProducts(Products):
-    """Inside, products are as they are without, and what they would save is watched."""
-
-    def _made(self, left: Tensor, right: Tensor, of_left: Formula, of_right: Formula) -> Tensor:
-        product = left * right
-        tensors = tuple(hull_of(one) for one in (*of_left.tensors, *of_right.tensors))
-        self._formulas.watch(product, tensors)
-        self._formulas.remember(product, Formula(tensors, same))
         return product
 
 

@@ -1,4 +1,4 @@
-"""The modules of a model, saving less: each stands in the place of a module's forward."""
+"""What stands in the place of a module's forward, so that it saves less."""
 
 import functools
 from abc import abstractmethod
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from transformers.pytorch_utils import Conv1D
@@ -18,10 +17,9 @@ from hf_offload.surgery import ReplacedForward
 from hf_offload.tensors import are_transformed, is_ordinary
 from hf_offload.transforms.backward import autocast_as_now, autocast_dtype
 from hf_offload.transforms.linear_of_part import Part, linear_of_part
-from hf_offload.transforms.rematerialization.formulas import Formula, Formulas, hull_of, same
+from hf_offload.transforms.rematerialization.formulas import Formula, Formulas
 from hf_offload.transforms.rematerialization.functions import (
     Products,
-    WatchedProducts,
     coarse_activation,
     dropout_again,
     packed_dropout,
@@ -42,25 +40,14 @@ class RematerializedModule(ReplacedForward):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own, or :meth:`saving_less`."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _in_a_mode() or are_transformed():
-            return self.own_forward(*args, **kwargs)
-        if self.formulas.in_use:
+        ordinary = not (torch.compiler.is_compiling() or _in_a_mode() or are_transformed())
+        if ordinary and self.formulas.in_use and torch.is_grad_enabled():
             return _run(self.saving_less, *args, **kwargs)
-        if self._is_to_be_watched(*args):
-            return _run(self.watched, *args, **kwargs)
         return self.own_forward(*args, **kwargs)
-
-    def _is_to_be_watched(self, first: Any = None, *others: Any) -> bool:
-        has_data = isinstance(first, Tensor) and not isinstance(first, FakeTensor)
-        return has_data and self.formulas.watch_now(first.device)
 
     @abstractmethod
     def saving_less(self, *args: Any, **kwargs: Any) -> Any:
         """The same result, with less saved."""
-
-    @abstractmethod
-    def watched(self, *args: Any, **kwargs: Any) -> Any:
-        """The same result, with the same saved, and a look at what :meth:`saving_less` would save: see :class:`Formulas`."""
 
 
 @signals_deferred
@@ -86,84 +73,41 @@ class ProductsInside(RematerializedModule):
         with Products(self.formulas):
             return self.own_forward(*args, **kwargs)
 
-    def watched(self, *args: Any, **kwargs: Any) -> Any:
-        with WatchedProducts(self.formulas):
-            return self.own_forward(*args, **kwargs)
-
 
 class OneTensorModule(RematerializedModule):
-    """A module that takes one tensor; called in another way, it runs its own forward."""
+    """A module that takes one tensor, of which ``of_tensor`` makes the result. Called in another way, it is what it was."""
+
+    def __init__(self, name: str, module: nn.Module, formulas: Formulas, of_tensor: "OfTensor"):
+        super().__init__(name, module, formulas)
+        self._of_tensor = of_tensor
 
     def saving_less(self, *args: Any, **kwargs: Any) -> Any:
-        return self.of_tensor(args[0]) if _is_plain(args, kwargs) else self.own_forward(*args, **kwargs)
+        return self._of_tensor(self, args[0]) if _is_plain(args, kwargs) else self.own_forward(*args, **kwargs)
 
-    def watched(self, *args: Any, **kwargs: Any) -> Any:
-        result = self.own_forward(*args, **kwargs)
-        if _is_plain(args, kwargs) and isinstance(result, Tensor):
-            self.note(args[0], result)
-        return result
 
-    @abstractmethod
-    def of_tensor(self, inputs: Tensor) -> Tensor:
-        """The result for ``inputs``."""
-
-    def note(self, inputs: Tensor, result: Tensor) -> None:
-        """Watch what :meth:`of_tensor` would save, and remember what the result would be recomputed from."""
+OfTensor = Callable[[OneTensorModule, Tensor], Tensor]
 
 
 def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return len(args) == 1 and not kwargs and is_ordinary(type(args[0])) and args[0].is_floating_point()
 
 
-class RecomputedFunction(OneTensorModule):
-    """An activation function or a norm, whose result is recomputed from its input wherever it would be saved."""
-
-    def of_tensor(self, inputs: Tensor) -> Tensor:
-        parameters = tuple(self.module.parameters())
-        needed = inputs.requires_grad or any(one.requires_grad for one in parameters)
-        if not needed:
-            return self.own_forward(inputs)
-        module = _as_it_is_now(self.module)
-        if self._saves_only_its_input(inputs):
-            result = module.forward(inputs)
-        else:
-            result = recomputed(self.operations(module, inputs), inputs, parameters)
-        # Parameters are not used to rebuild it, but must not change until then.
-        self.formulas.remember(result, Formula((inputs, *parameters), rerun(module.forward, inputs.device)))
-        return result
-
-    def note(self, inputs: Tensor, result: Tensor) -> None:
-        self.formulas.remember(result, Formula((hull_of(inputs),), same))
-        if not self._saves_only_its_input(inputs):
-            self.formulas.watch(result, (inputs,))
-
-    def operations(self, module: nn.Module, inputs: Tensor) -> Callable[[Tensor], Tensor]:
-        """The forward of ``module``, with every use of its input to be seen."""
-        return module.forward
-
-    def _saves_only_its_input(self, inputs: Tensor) -> bool:
-        """Whether the usual operation is one whose backward needs its input, and hardly more."""
-        if type(self.module) is nn.LayerNorm:
-            # autocast casts the input on some devices, and saves that
-            return autocast_dtype(inputs.device) is None
-        return saves_only_its_input(self.module)
+# -- activation functions and norms ----------------------------------------------------------------------------------------
 
 
-class RecomputedRMSNorm(RecomputedFunction):
-    """torch's RMSNorm, which on a CPU uses its input twice behind one name (in 16 bits only to cast it)."""
-
-    def operations(self, module: nn.Module, inputs: Tensor) -> Callable[[Tensor], Tensor]:
-        """The same operations one by one, where there are several."""
-        if inputs.device.type == "cpu" and inputs.dtype in (torch.float, torch.double):
-            return functools.partial(self._one_by_one, module)
-        return module.forward
-
-    @staticmethod
-    def _one_by_one(module: Any, inputs: Tensor) -> Tensor:
-        eps = torch.finfo(inputs.dtype).eps if module.eps is None else module.eps
-        last = tuple(range(-len(module.normalized_shape), 0))
-        result = inputs * torch.rsqrt(inputs.pow(2).mean(last, keepdim=True) + eps)
-        return result if module.weight is None else result * module.weight
+def recomputed_result(one: OneTensorModule, inputs: Tensor) -> Tensor:
+    """Of an activation function or a norm: it is recomputed from its input wherever it would be saved."""
+    parameters = tuple(one.module.parameters())
+    if not (inputs.requires_grad or any(parameter.requires_grad for parameter in parameters)):
+        return one.own_forward(inputs)  # type: ignore[no-any-return]
+    module = _as_it_is_now(one.module)
+    if _saves_only_its_input(one.module, inputs):
+        result = module.forward(inputs)
+    else:
+        result = recomputed(_operations(module, inputs), inputs, parameters)
+    # Parameters are not used to rebuild it, but must not change until then.
+    one.formulas.remember(result, Formula((inputs, *parameters), rerun(module.forward, inputs.device)))
+    return result
 
 
 def _as_it_is_now(module: nn.Module) -> nn.Module:
@@ -174,6 +118,33 @@ def _as_it_is_now(module: nn.Module) -> nn.Module:
     vars(copied).update(vars(module), _parameters=dict(module._parameters))
     del vars(copied)["forward"]
     return copied
+
+
+def _saves_only_its_input(module: nn.Module, inputs: Tensor) -> bool:
+    """Whether the usual operation is one whose backward needs its input, and hardly more."""
+    if type(module) is nn.LayerNorm:
+        # autocast casts the input on some devices, and saves that
+        return autocast_dtype(inputs.device) is None
+    if type(module) in (nn.GELU, nn.SiLU, nn.Mish):
+        return True
+    inner = getattr(module, "act", None)  # transformers' choice between torch's function and one in Python
+    inner = getattr(inner, "func", inner)
+    return type(module).__name__ == "SiLUActivation" or inner in (nn.functional.gelu, nn.functional.mish)
+
+
+def _operations(module: nn.Module, inputs: Tensor) -> Callable[[Tensor], Tensor]:
+    """The forward of ``module``, with every use of its input to be seen: torch's RMSNorm uses it twice behind one name on a
+    CPU (in 16 bits only to cast it).
+    """
+    is_several = inputs.device.type == "cpu" and inputs.dtype in (torch.float, torch.double)
+    return functools.partial(_rms_norm, module) if type(module) is nn.RMSNorm and is_several else module.forward
+
+
+def _rms_norm(module: Any, inputs: Tensor) -> Tensor:
+    eps = torch.finfo(inputs.dtype).eps if module.eps is None else module.eps
+    last = tuple(range(-len(module.normalized_shape), 0))
+    result = inputs * torch.rsqrt(inputs.pow(2).mean(last, keepdim=True) + eps)
+    return result if module.weight is None else result * module.weight
 
 
 def rerun(forward: Callable[[Tensor], Tensor], device: torch.device) -> Callable[..., Tensor]:
@@ -188,82 +159,59 @@ def rerun(forward: Callable[[Tensor], Tensor], device: torch.device) -> Callable
     return build
 
 
-class SavedResult(OneTensorModule):
-    """An activation function whose backward needs its result, such as Tanh."""
-
-    def of_tensor(self, inputs: Tensor) -> Tensor:
-        result = self.own_forward(inputs)
-        self.note(inputs, result)
-        return result
-
-    def note(self, inputs: Tensor, result: Tensor) -> None:
-        self.formulas.remember(result, None)
+def saved_result(one: OneTensorModule, inputs: Tensor) -> Tensor:
+    """Of an activation function whose backward needs its result, such as Tanh."""
+    result: Tensor = one.own_forward(inputs)
+    one.formulas.remember(result, None)
+    return result
 
 
-class PackedReLU(OneTensorModule):
-    """ReLU whose backward needs one bit per element."""
-
-    def of_tensor(self, inputs: Tensor) -> Tensor:
-        return packed_relu(inputs) if inputs.requires_grad and inputs.is_contiguous() else self.own_forward(inputs)
-
-
-class CoarseActivation(OneTensorModule):
-    """An activation function that saves its derivative in 8 bits."""
-
-    def of_tensor(self, inputs: Tensor) -> Tensor:
-        return coarse_activation(self.own_forward, inputs) if inputs.requires_grad else self.own_forward(inputs)
+def relu_by_bits(one: OneTensorModule, inputs: Tensor) -> Tensor:
+    """Of ReLU, whose backward needs one bit per element."""
+    is_packed = inputs.requires_grad and inputs.is_contiguous()
+    return packed_relu(inputs) if is_packed else one.own_forward(inputs)
 
 
-class PackedDropoutModule(OneTensorModule):
-    """Dropout that saves its mask as bits."""
+def with_coarse_derivative(one: OneTensorModule, inputs: Tensor) -> Tensor:
+    """Of an activation function that saves its derivative in 8 bits."""
+    return coarse_activation(one.own_forward, inputs) if inputs.requires_grad else one.own_forward(inputs)
 
-    def of_tensor(self, inputs: Tensor) -> Tensor:
-        probability = self.module.p
-        assert isinstance(probability, float)
-        if not (self.module.training and 0 < probability < 1 and inputs.requires_grad and inputs.is_contiguous()):
-            return self.own_forward(inputs)
-        result, bits = packed_dropout(inputs, probability)
-        formula = self.formulas.of(inputs)
-        again = None if formula is None else dropout_again(inputs, probability)
-        if formula is not None and again is not None:
-            build = functools.partial(_rebuild_dropped, formula.build, again)
-            self.formulas.remember(result, Formula((bits, *formula.tensors), build))
-        return result
 
-    def note(self, inputs: Tensor, result: Tensor) -> None:
-        formula = self.formulas.of(inputs)
-        if formula is not None:
-            self.formulas.remember(result, formula)
+# -- dropout ---------------------------------------------------------------------------------------------------------------
+
+
+def dropout_by_bits(one: OneTensorModule, inputs: Tensor) -> Tensor:
+    """Of dropout that saves its mask as bits."""
+    probability: Any = one.module.p
+    if not (one.module.training and 0 < probability < 1 and inputs.requires_grad and inputs.is_contiguous()):
+        return one.own_forward(inputs)  # type: ignore[no-any-return]
+    result, bits = packed_dropout(inputs, probability)
+    formula = one.formulas.of(inputs)
+    again = None if formula is None else dropout_again(inputs, probability)
+    if formula is not None and again is not None:
+        build = functools.partial(_rebuild_dropped, formula.build, again)
+        one.formulas.remember(result, Formula((bits, *formula.tensors), build))
+    return result
 
 
 def _rebuild_dropped(build: Callable[..., Tensor], again: Any, bits: Tensor, *tensors: Tensor) -> Tensor:
     return again(build(*tensors), bits)  # type: ignore[no-any-return]
 
 
-class RebuiltInputLinear(OneTensorModule):
-    """A linear layer that saves what its input can be made from instead of the input, where that is known."""
+# -- linear layers ---------------------------------------------------------------------------------------------------------
 
-    def of_tensor(self, inputs: Tensor) -> Tensor:
-        layer: Any = self.module
-        transposed = isinstance(layer, Conv1D)
-        formula = self._formula_of(inputs)
-        if formula is None:
-            return self.own_forward(inputs)
-        dtype = autocast_dtype(inputs.device) or inputs.dtype
-        part = Part(formula.tensors, functools.partial(_rebuilt_product, formula.build, dtype))
-        return linear_of_part(inputs, layer.weight, layer.bias, part, transposed)
 
-    def note(self, inputs: Tensor, result: Tensor) -> None:
-        formula = self._formula_of(inputs)
-        if formula is not None:
-            self.formulas.watch(result, formula.tensors)
-
-    def _formula_of(self, inputs: Tensor) -> Formula | None:
-        weight: Any = self.module.weight
-        # Plain weights only: sharded ones (DTensor) have operations of their own.
-        if weight.requires_grad and is_ordinary(own_class(weight)) and inputs.dim() > 1 and inputs.is_contiguous():
-            return self.formulas.of(inputs)
-        return None
+def linear_of_rebuilt(one: OneTensorModule, inputs: Tensor) -> Tensor:
+    """Of a linear layer that saves what its input can be made from instead of the input, where that is known."""
+    layer: Any = one.module
+    # Plain weights only: sharded ones (DTensor) have operations of their own.
+    fits = layer.weight.requires_grad and is_ordinary(own_class(layer.weight)) and inputs.is_contiguous()
+    formula = one.formulas.of(inputs) if fits and inputs.dim() > 1 else None
+    if formula is None:
+        return one.own_forward(inputs)  # type: ignore[no-any-return]
+    dtype = autocast_dtype(inputs.device) or inputs.dtype
+    part = Part(formula.tensors, functools.partial(_rebuilt_product, formula.build, dtype))
+    return linear_of_part(inputs, layer.weight, layer.bias, part, isinstance(layer, Conv1D))
 
 
 def _rebuilt_product(
@@ -276,12 +224,3 @@ def _rebuilt_product(
     inputs = build(*kept)
     rows = inputs.reshape(-1, inputs.shape[-1]).to(dtype)
     return rows.t() @ gradient if transposed else gradient.t() @ rows
-
-
-def saves_only_its_input(module: nn.Module) -> bool:
-    """Whether an activation module is one operation of torch whose backward needs its input."""
-    if type(module) in (nn.GELU, nn.SiLU, nn.Mish):
-        return True
-    inner = getattr(module, "act", None)  # transformers' choice between torch's function and one in Python
-    inner = getattr(inner, "func", inner)
-    return type(module).__name__ == "SiLUActivation" or inner in (nn.functional.gelu, nn.functional.mish)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.generators import process_states, set_process_states
 from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.transforms.sampling.apply import sampled_linears
 from hf_offload.transforms.sampling.linear import draw_part
@@ -63,12 +64,9 @@ def measure_errors(
     before = {parameter: parameter.grad for parameter in model.parameters()}
     for parameter in before:
         parameter.grad = None  # a backward would add to the one that is there
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    forked: dict[str, Any] = {"devices": []}
-    if accelerator is not None:
-        forked = {"devices": [torch.accelerator.current_device_index()], "device_type": accelerator.type}
+    drawn = process_states()
     try:
-        with torch.random.fork_rng(**forked), torch.enable_grad():
+        with torch.enable_grad():
             for name, layer in layers.items():
                 handles.append(layer.register_forward_pre_hook(remember(name)))
                 handles.append(layer.register_full_backward_hook(compare(name)))
@@ -77,11 +75,16 @@ def measure_errors(
                 raise OffloadConfigError("The model returned no loss: give labels among the inputs.")
             loss.backward()
     finally:
+        set_process_states(drawn)
         for handle in handles:
             handle.remove()
         for parameter, gradient in before.items():
             parameter.grad = gradient
-    return [LayerError(name, found[name], _suggested(found[name], tolerated)) for name in layers if name in found]
+    return [
+        LayerError(name, found[name], next((one for one in sorted(ratios) if found[name][one] <= tolerated), None))
+        for name in layers
+        if name in found
+    ]
 
 
 def _errors(
@@ -101,7 +104,3 @@ def _errors(
                 squares.append((part.product(rows, part.kept, False).float() - exact).square().sum())
         errors[ratio] = float(torch.stack(squares).mean().sqrt() / size) if squares else 0.0
     return errors
-
-
-def _suggested(errors: Mapping[float, float], tolerated: float) -> float | None:
-    return next((ratio for ratio in sorted(errors) if errors[ratio] <= tolerated), None)

@@ -60,9 +60,8 @@ class TiledLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if isinstance(kwargs.get("out"), TiledLogits) or (
-            args and isinstance(args[0], TiledLogits) and (name in _IN_PLACE or _changes(name))
-        ):
+        changes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        if isinstance(kwargs.get("out"), TiledLogits) or (changes and args and isinstance(args[0], TiledLogits)):
             raise RuntimeError(
                 f"{name}() changes logits in place, and with a tiled loss they do not exist. Change a copy "
                 "(logits.clone()), or train with tiled_loss='off'."
@@ -97,10 +96,6 @@ def true_logits(logits: TiledLogits) -> Tensor:
     if torch.is_grad_enabled():
         logits._true = found
     return found
-
-
-def _changes(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
 
 
 _IN_PLACE = frozenset({"__setitem__"} | {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "mod")})
@@ -214,15 +209,6 @@ def _alike_for_tokens(other: Any, logits: TiledLogits) -> bool:
     return other.numel() == 1 or (other.shape[-1:] == logits.shape[-1:] and other.numel() == other.shape[-1])
 
 
-def _in_place(func: Any, logits: TiledLogits, *others: Any, **kwargs: Any) -> Any:
-    """The same, from now on for this tensor, too."""
-    result = _token_by_token(_OUT_OF_PLACE[func], logits, *others, **kwargs)
-    if result is NotImplemented or result.dtype != logits.dtype or logits._true is not None:
-        return NotImplemented
-    logits._projection = result._projection
-    return logits
-
-
 def _set_columns(func: Any, logits: TiledLogits, index: Any, value: Any) -> Any:
     """``logits[..., columns] = number``: entries of the vocabulary that a model rules out."""
     index = index if isinstance(index, tuple) else (index,)
@@ -305,18 +291,6 @@ _ARITHMETIC: tuple[Any, ...] = (
     Tensor.__mul__, Tensor.__truediv__, Tensor.__add__, Tensor.__sub__, Tensor.__neg__, Tensor.__rmul__, Tensor.__radd__,
 )  # fmt: skip
 
-_OUT_OF_PLACE: dict[Any, Any] = {
-    Tensor.mul_: Tensor.mul,
-    Tensor.div_: Tensor.div,
-    Tensor.add_: Tensor.add,
-    Tensor.sub_: Tensor.sub,
-    Tensor.tanh_: Tensor.tanh,
-    Tensor.__imul__: Tensor.mul,
-    Tensor.__itruediv__: Tensor.div,
-    Tensor.__iadd__: Tensor.add,
-    Tensor.__isub__: Tensor.sub,
-}
-
 _HANDLERS: Mapping[Any, Callable[..., Any]] = {
     **dict.fromkeys((*_CASTS, Tensor.to, Tensor.type_as), _cast),
     Tensor.contiguous: _same,
@@ -329,7 +303,6 @@ _HANDLERS: Mapping[Any, Callable[..., Any]] = {
     Tensor.__setitem__: _set_columns,
     **dict.fromkeys((Tensor.split, torch.split, Tensor.chunk, torch.chunk), _pieces),
     **dict.fromkeys(_ARITHMETIC, _token_by_token),
-    **dict.fromkeys(_OUT_OF_PLACE, _in_place),
     Tensor.argmax: _argmax,
     torch.argmax: _argmax,
     torch.nn.functional.cross_entropy: _cross_entropy,
