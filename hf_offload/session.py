@@ -47,6 +47,7 @@ from hf_offload.storage.wear import Written
 from hf_offload.structure.units import find_blocks, find_units
 from hf_offload.transforms.order import transforms_for
 from hf_offload.transforms.rematerialization.apply import ElementwiseBlocks
+from hf_offload.transforms.sampling.gradient_cache import GradientCache
 
 logger = logging.getLogger(__name__)
 
@@ -303,6 +304,19 @@ class OffloadSession:
     def sampled(self) -> list[str]:
         """Names of the linear layers whose weight gradient is estimated."""
         return list(self._transforms.sampling.names)
+
+    def carry_sample_ids(self, loader: Any) -> GradientCache | None:
+        """Add row numbers to the batches of the training ``loader``, and return the cache of gradient norms by row; None
+        unless layers are sampled with ``probabilities="gradient-cache"``.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` for a stream, whose rows cannot be told apart.
+        """
+        return self._transforms.sampling.carry_sample_ids(loader)
+
+    @property
+    def gradient_cache(self) -> GradientCache | None:
+        """The gradient norms kept for each sample, if any."""
+        return self._transforms.sampling.cache
 
     @property
     def rematerialized(self) -> list[str]:

@@ -12,6 +12,7 @@ from transformers.training_args import ParallelMode
 
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadConfigError
+from hf_offload.integrations.checkpoints import checkpoint_folder
 from hf_offload.integrations.extended_trainer import extend_calling_trainer, snapshots_of_training
 from hf_offload.integrations.memory_modes import MemoryModeCallback
 from hf_offload.integrations.streamed import (
@@ -27,6 +28,7 @@ from hf_offload.session import OffloadSession, attach
 from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig, with_checked
 from hf_offload.surgery import extend
+from hf_offload.transforms.sampling.gradient_cache import CACHE_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class OffloadCallback(TrainerCallback):
         control: TrainerControl,
         model: nn.Module | None = None,
         optimizer: Any = None,
+        train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
         # May be a second begin without an end between: auto_find_batch_size, or a training that raised.
@@ -92,6 +95,9 @@ class OffloadCallback(TrainerCallback):
             logger.info("Offloading activations: %s.", self.session.plan.reason)
         if steps is not None:
             self._begin_snapshots(trainer, optimizer)
+        cache = self.session.carry_sample_ids(train_dataloader)
+        if cache is not None and state.global_step:
+            cache.load(checkpoint_folder(args, state) / CACHE_FILE)
 
     def _begin_snapshots(self, trainer: Trainer | None, optimizer: Any) -> None:
         snapshots = None if trainer is None else snapshots_of_training(trainer)
@@ -145,6 +151,18 @@ class OffloadCallback(TrainerCallback):
                     "offload_max_disk_write_bytes was reached in step %d: the model is saved and training ends.",
                     state.global_step,
                 )
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.session is not None and self.session.gradient_cache is not None:
+            self.session.gradient_cache.share()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.session is not None and self.session.gradient_cache is not None:
+            self.session.gradient_cache.share()
+            if state.is_world_process_zero:
+                self.session.gradient_cache.save(checkpoint_folder(args, state) / CACHE_FILE)
 
     def on_log(
         self,

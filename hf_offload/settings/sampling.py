@@ -3,16 +3,19 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.classes import build, counted, from_mapping, settings
 from hf_offload.settings.shown import shown
 from hf_offload.settings.text_files import parse_json
 from hf_offload.settings.values import Flag, Number, Whole, names, one_of
 
 ESTIMATORS = ("wta-crs", "crs", "rad", "features", "exact")
+ACTIVATION, GRADIENT_CACHE = "activation", "gradient-cache"
+PROBABILITIES = (ACTIVATION, GRADIENT_CACHE)
 
 
 @settings(frozen=True, kw_only=True)
@@ -28,6 +31,8 @@ class SampledLinearConfig:
         estimator: ``"wta-crs"``: the rows with the largest norms, and a draw of the others (Liu et al., NeurIPS 2023,
             arXiv 2305.15265). ``"crs"``: a draw of all rows. ``"rad"``: a random projection of the columns, of which only the
             seed is kept (Oktay et al., ICLR 2021, arXiv 2007.10412). ``"features"``: a draw of the columns. ``"exact"``: all.
+        probabilities: What makes a row probable: ``"activation"``, its norm; ``"gradient-cache"``, that times how large the
+            gradients of its sample were in the last epoch, two bytes for each sample and layer on the model's device.
         targets: ``"auto"`` (linear layers of the repeated blocks whose input no other layer saves), ``"all"`` (every one with
             trainable weights), or the ends of module names, such as ``("mlp.up_proj", "q_proj")``.
         share_inputs: Layers that are given the same tensor (queries, keys and values) keep one part of it together.
@@ -36,8 +41,18 @@ class SampledLinearConfig:
     ratio: Annotated[Number, Field(gt=0, le=1)] = 0.3
     min_rows: Annotated[Whole, counted("rows", ge=1)] = 10
     estimator: Annotated[str, one_of(ESTIMATORS)] = "wta-crs"
+    probabilities: Annotated[str, one_of(PROBABILITIES)] = ACTIVATION
     targets: Annotated[str | Sequence[str], names("ends of module names", alone=("auto", "all"))] = "auto"
     share_inputs: Flag = True
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.estimator in ("rad", "features") and self.probabilities == GRADIENT_CACHE:
+            raise OffloadConfigError(
+                f"probabilities={GRADIENT_CACHE!r} is about rows, and estimator={self.estimator!r} draws columns: "
+                "set estimator='wta-crs' or 'crs'."
+            )
+        return self
 
     def __str__(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -278,6 +278,8 @@ def common_problem(config: OffloadConfig, processes: int) -> str | None:
     """Why no training with these settings can take snapshots; None if one can."""
     if config.snapshot_parity and processes == 1:
         return "with snapshot_parity, processes make good what one of them loses, and there is one"
+    if config.sampling is not None and config.sampling.probabilities == "gradient-cache":
+        return 'sampled_linear keeps a cache of gradients (probabilities="gradient-cache"), which snapshots do not hold'
     return None
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from hf_offload import (
     OffloadCallback,
@@ -28,7 +29,7 @@ from hf_offload.state.optimizer import streaming_of
 from tests.helpers.activation_heavy_models import batch, build
 from tests.helpers.gloo_processes import assert_done, run_in_processes
 from tests.helpers.snapshot_processes import until
-from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
+from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 
 TWO, FOUR = 2, 4
 
@@ -135,6 +136,35 @@ def sampled(rank, folder):
     assert all(torch.equal(one, other) for one, other in zip(*everyone, strict=True))
     exact = run(OffloadConfig(tier="none"))
     assert any(not torch.equal(one, other) for one, other in zip(exact[1], found[1], strict=True))
+
+
+def norms_are_shared(rank, folder):
+    """Every process learns what the others have seen of the samples, at the latest when a checkpoint is written."""
+    sampling = {"sampled_linear": {"ratio": 0.25, "min_rows": 1, "probabilities": "gradient-cache"}}
+    model = tiny_model("llama")
+    wrapped = DistributedDataParallel(model)
+    session = attach(model, OffloadConfig(tier="none", **sampling))
+    examples = ExampleDataset("llama", 7)
+    loader = DataLoader([examples[row] for row in range(7)], batch_size=1, sampler=[rank, 2 + rank, 4])
+    cache = session.carry_sample_ids(loader)
+    cache.norms[5] = 7  # known to all from before
+    for step, inputs in enumerate(loader):
+        if step == TWO:
+            cache.flush()
+            own = (cache.norms > 0).any(1).tolist()
+            assert own == [rank == 0, rank == 1, rank == 0, rank == 1, False, True, False]
+            before = cache.norms.clone()
+        wrapped(**inputs).loss.backward()
+    cache.share()
+    everyone = [None] * TWO
+    dist.all_gather_object(everyone, (before, cache.norms))
+    assert torch.equal(everyone[0][1], everyone[1][1])
+    for row in range(4):
+        assert torch.equal(cache.norms[row], everyone[row % 2][0][row])
+    assert cache.norms[4].any()  # of the last backward, which was written down for this
+    assert (cache.norms[5] == 7).all()
+    assert not cache.norms[6].any()
+    session.detach()
 
 
 def with_accelerate(rank, folder):
@@ -504,6 +534,7 @@ IN_TWO = (
     streamed,
     sharded,
     sampled,
+    norms_are_shared,
     with_accelerate,
     budgets_are_shared,
     the_machine_is_shared,

@@ -756,11 +756,14 @@ GROUPED = (
         ({"dataloader_persistent_workers": True, "dataloader_num_workers": 1}, "persistent workers"),
         (GROUPED, "the sampler LengthGroupedSampler does not say what decides its order"),
         ({"accelerator_config": {"use_seedable_sampler": False}}, "the sampler RandomSampler does not say"),
+        ({"sampled_linear": {"ratio": 0.5, "probabilities": "gradient-cache"}}, "gradient-cache"),
     ],
 )
 def test_what_a_snapshot_would_not_hold_is_refused(tmp_path, settings, reason):
-    config = OffloadConfig(tier="none", snapshot_steps=2)
-    args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True, max_steps=2, **settings)
+    ours = {key: value for key, value in settings.items() if key == "sampled_linear"}
+    config = OffloadConfig(tier="none", snapshot_steps=2, **ours)
+    others = {key: value for key, value in settings.items() if key not in ours}
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True, max_steps=2, **others)
     trainer = Trainer(
         tiny_model("gpt2"), args, train_dataset=ExampleDataset("gpt2", 8), callbacks=[OffloadCallback(config)]
     )

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_offload import SampledLinearConfig
 from hf_offload.transforms.sampling import linear as sampled_linears
 from hf_offload.transforms.sampling.apply import convert_linears
+from hf_offload.transforms.sampling.gradient_cache import GradientCache
 from hf_offload.transforms.sampling.linear import PADDING_WEIGHT, draw_part, draw_rows, winners
 from tests.helpers.tables import rows as table
 
@@ -189,6 +190,59 @@ def test_a_layer_of_real_size(name):
         return part.product(gradient, part.kept)
 
     assert farthest([estimate() for _ in range(150)], gradient.t() @ rows) < LIMIT
+
+
+SAMPLES = 8
+
+
+def samples_of(norms):
+    """A forward of as many samples as there are ``norms``, each of which is as many rows."""
+    cache = GradientCache(len(norms), ["layer"], torch.device("cpu"))
+    cache.norms[:, 0] = norms
+    cache.begin(torch.arange(len(norms)))
+    return cache.rows_of("layer", torch.empty(len(norms), ROWS // len(norms), 1))
+
+
+def gradient_by_sample():
+    """Some samples are learned already, and their gradients are small."""
+    scale = torch.logspace(0, -3, SAMPLES).repeat_interleave(ROWS // SAMPLES)
+    return gradient_of(inputs("flat")) * scale[:, None]
+
+
+CACHES = {
+    "true": torch.logspace(0, -3, SAMPLES),
+    "stale": torch.logspace(-3, 0, SAMPLES),
+    "empty": torch.zeros(SAMPLES),
+    "half": torch.logspace(0, -3, SAMPLES) * (torch.arange(SAMPLES) % 2),
+}
+
+
+@pytest.mark.parametrize("name", ["wta-crs", "crs"])
+@pytest.mark.parametrize("cache", table(CACHES, quick=["stale", "half"]))
+@pytest.mark.parametrize("kind", table(["flat", "peaked", "zero rows"], quick=["flat", "zero rows"]))
+def test_any_cache_is_unbiased(kind, cache, name):
+    torch.manual_seed(0)
+    rows, gradient = inputs(kind), gradient_by_sample()
+    config = SampledLinearConfig(ratio=0.25, min_rows=1, estimator=name, probabilities="gradient-cache")
+    samples = samples_of(CACHES[cache])
+
+    def estimate():
+        part = draw_part(rows, rows.dtype, config, samples=samples)
+        return part.product(gradient, part.kept)
+
+    assert farthest([estimate() for _ in range(DRAWS)], gradient.t() @ rows) < LIMIT
+
+
+def test_a_true_cache_lowers_the_error():
+    torch.manual_seed(0)
+    rows, gradient = inputs("flat"), gradient_by_sample()
+    exact = gradient.t() @ rows
+    config = SampledLinearConfig(ratio=0.25, min_rows=1, probabilities="gradient-cache")
+    errors = {}
+    for name, samples in (("true", samples_of(CACHES["true"])), ("none", None)):
+        parts = [draw_part(rows, rows.dtype, config, samples=samples) for _ in range(100)]
+        errors[name] = sum((part.product(gradient, part.kept) - exact).square().sum() for part in parts)
+    assert errors["true"] < 0.5 * errors["none"]
 
 
 def without_weights(rows, gradient, count):

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_offload.errors import OffloadConfigError
 from hf_offload.interrupts import signals_deferred
-from hf_offload.settings.sampling import SampledLinearConfig
+from hf_offload.settings.sampling import GRADIENT_CACHE, SampledLinearConfig
 from hf_offload.transforms.backward import autocast_dtype
 from hf_offload.transforms.linear_of_part import Part, linear_of_part
+from hf_offload.transforms.sampling.gradient_cache import GradientCache, SampleRows
 
 _WHOLE = 2.0**62
 
@@ -89,18 +91,26 @@ them is a waste. Where they are not, the estimate is still right on average, as 
 """
 
 
-def _of_rows(gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool = False) -> Tensor:
+def _of_rows(
+    samples: SampleRows | None, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool = False
+) -> Tensor:
     rows, indices = kept
+    if samples is not None:
+        samples.seen(gradient)
     return rows.t() @ gradient[indices] if transposed else gradient[indices].t() @ rows
 
 
-def _draw_rows(rows: Tensor, random: Tensor, weights: Tensor | None, *, keep_winners: bool) -> Part:
+def _draw_rows(
+    rows: Tensor, random: Tensor, weights: Tensor | None, samples: SampleRows | None, *, keep_winners: bool
+) -> Part:
     """Some rows, each multiplied so that the product is right on average."""
     importance = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float)
     if weights is not None:
         importance *= weights
+    if samples is not None:
+        importance *= samples.guesses()
     indices, factors = draw_rows(importance, random, keep_winners=keep_winners)
-    return Part((rows[indices] * factors.to(rows.dtype).unsqueeze(1), indices), _of_rows)
+    return Part((rows[indices] * factors.to(rows.dtype).unsqueeze(1), indices), functools.partial(_of_rows, samples))
 
 
 def _of_columns(width: int, gradient: Tensor, kept: tuple[Tensor, ...], transposed: bool = False) -> Tensor:
@@ -132,10 +142,14 @@ def _project(rows: Tensor, count: int, seed: int) -> Part:
 
 
 def draw_part(
-    inputs: Tensor, dtype: torch.dtype, config: SampledLinearConfig, weights: Tensor | None = None
+    inputs: Tensor,
+    dtype: torch.dtype,
+    config: SampledLinearConfig,
+    weights: Tensor | None = None,
+    samples: SampleRows | None = None,
 ) -> Part | None:
     """A part of ``inputs`` ``[..., columns]`` in ``dtype``, or None where all of them would be kept. The larger a row's entry
-    in ``weights`` (``[rows]``, positive), the more probable it is.
+    in ``weights`` (``[rows]``, positive), the more probable it is; ``samples`` says how large the rows' gradients were.
 
     Without gradients there is none either, but as many random numbers are drawn: reentrant checkpointing runs a block first
     without and then with them, and its dropout has to see the same random numbers both times.
@@ -158,7 +172,7 @@ def draw_part(
             return _project(rows, count, seed)
         if config.estimator == "features":
             return _draw_columns(rows, random)
-        return _draw_rows(rows, random, weights, keep_winners=config.estimator == "wta-crs")
+        return _draw_rows(rows, random, weights, samples, keep_winners=config.estimator == "wta-crs")
 
 
 class _Source(weakref.ref[Tensor]):
@@ -170,19 +184,20 @@ class _Source(weakref.ref[Tensor]):
 class Draws:
     """One part for all layers that are given the same tensor, per thread; forgotten when the tensor goes."""
 
-    def __init__(self, config: SampledLinearConfig):
+    def __init__(self, config: SampledLinearConfig, cache: GradientCache | None = None):
         self.config = config
+        self.cache = cache
         self._mask: Tensor | None = None
         self._thread = threading.local()
 
-    def of(self, inputs: Tensor, dtype: torch.dtype) -> Part | None:
-        """The part of ``inputs`` in ``dtype``, drawn for whichever layer asks first."""
+    def of(self, inputs: Tensor, dtype: torch.dtype, name: str) -> Part | None:
+        """The part of ``inputs`` in ``dtype``, drawn for whichever layer asks first; ``name`` is that of the layer."""
         known = self._known
         if self.config.share_inputs:
             for source, (*kind, part) in list(known.items()):
                 if source() is inputs and kind == [inputs._version, dtype, torch.is_grad_enabled()]:
                     return part
-        part = draw_part(inputs, dtype, self.config, self._weights(inputs))
+        part = draw_part(inputs, dtype, self.config, self._weights(inputs), self._samples(inputs, name))
         known.clear()
         # The callback is in C: Ctrl-C in one of Python would be discarded.
         known[_Source(inputs, known.pop)] = (inputs._version, dtype, torch.is_grad_enabled(), part)
@@ -207,6 +222,16 @@ class Draws:
             return None
         return torch.where(mask.reshape(-1) != 0, 1.0, PADDING_WEIGHT)
 
+    def _samples(self, inputs: Tensor, name: str) -> SampleRows | None:
+        if self.cache is not None:
+            return self.cache.rows_of(name, inputs)
+        if self.config.probabilities == GRADIENT_CACHE and torch.is_grad_enabled():
+            raise OffloadConfigError(
+                "probabilities='gradient-cache' needs to know the training samples. The Trainer's callback takes care of "
+                "that; in your own loop, call session.carry_sample_ids(loader) before the first step."
+            )
+        return None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Draws":
         return memo.setdefault(id(self), Draws(self.config))
 
@@ -228,16 +253,18 @@ class NoteMask:
 
 
 class _Sampled:
-    """What both kinds of layer share. ``convert_linears`` puts the draws on a layer."""
+    """What both kinds of layer share. Both attributes are put on a layer by ``convert_linears``."""
 
     draws: Draws
+    sampled_as: str
+    """The layer's name in its model."""
 
     @signals_deferred
     def _sampled_forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor | None:
         """None where nothing is left out: the usual forward is exact, to the last bit."""
         if not weight.requires_grad or not inputs.is_floating_point():
             return None
-        part = self.draws.of(inputs, autocast_dtype(inputs.device) or inputs.dtype)
+        part = self.draws.of(inputs, autocast_dtype(inputs.device) or inputs.dtype, self.sampled_as)
         return None if part is None else linear_of_part(inputs, weight, bias, part, transposed)
 
 
