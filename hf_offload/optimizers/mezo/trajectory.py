@@ -200,7 +200,7 @@ class _Weight(guard.Debt):
         self.now = 0
         self._trajectory = trajectory
         self._copy: Tensor | None = None
-        self._before: tuple[Tensor, int] | None = None  # what it was before it was lent, and its version
+        self._before: Tensor | None = None  # what it was before it was lent
         self._state = _state_of(parameter)  # in which MeZO has left it
 
     @property
@@ -296,7 +296,7 @@ class _Weight(guard.Debt):
         if trajectory.is_lent:
             if parked is not None:
                 parked.wait_until_written()
-            self._before = value.clone(), parameter._version
+            self._before = value.clone()
             trajectory.lent.append(self)
             trajectory.bring(self, value, trajectory.end)
         self._state = _state_of(parameter)
@@ -308,9 +308,7 @@ class _Weight(guard.Debt):
             return True
         with _in_memory(parameter, finishes=False), self._trajectory.lock, outside():
             is_untouched = not self.is_changed and not is_held(parameter)
-            parameter.detach().copy_(before[0])
-            # It has the bytes that it had then, and need not be written for that.
-            torch._C._autograd._unsafe_set_version_counter((parameter,), (before[1],))
+            parameter.detach().copy_(before)
             self._state, self._before = _state_of(parameter), None
             self.now = self._trajectory.end
         return is_untouched
