@@ -42,8 +42,9 @@ def _of_directions(clock: Callable[[], float]) -> float:
 
     def moves() -> None:
         memory = memory_for(weight, weight.device)
-        make_moves(weight, memory, [(drawn(0), last), (drawn(1), [Shift(PLUS, 1e-3)])])
-        make_moves(weight, memory, [(drawn(1), [Shift(MINUS, 1e-3)])])
+        make_moves(weight, memory, drawn(0), last)
+        make_moves(weight, memory, drawn(1), [Shift(PLUS, 1e-3)])
+        make_moves(weight, memory, drawn(1), [Shift(MINUS, 1e-3)])
 
     return median_s(moves, clock)
 

@@ -63,7 +63,7 @@ class Mezo(MemoryMode):
         return MeZO(groups, model, eps=self.eps, restore=self.restore, seed=self.seed, **options)
 
     def conflicts(self, args: "TrainingArguments") -> Iterator[str]:
-        """What works on gradients, or on what is saved for them, and what MeZO has no use for."""
+        """What works on gradients, and what shards or copies weights."""
         if args.max_grad_norm:
             yield (
                 f"max_grad_norm={args.max_grad_norm} clips gradients, and memory_mode='mezo' has none: set max_grad_norm=0, "
@@ -73,20 +73,6 @@ class Mezo(MemoryMode):
             yield (
                 "fp16=True scales the loss for gradients, which memory_mode='mezo' has not: set bf16=True, or neither, or "
                 "load the model in the dtype it is to have."
-            )
-        for name, usual in (("adam_beta1", 0.9), ("adam_beta2", 0.999), ("adam_epsilon", 1e-8)):
-            value = getattr(args, name)
-            if value != usual:
-                yield f"{name}={value} is of Adam's moments, which memory_mode='mezo' has not: leave it out."
-        recomputes = [
-            name for name in ("gradient_checkpointing", "activation_checkpointing") if getattr(args, name, False)
-        ]
-        if recomputes:  # two names of one argument
-            yield f"{recomputes[0]}=True recomputes for backward, which memory_mode='mezo' has not: leave it out."
-        if args.neftune_noise_alpha:
-            yield (
-                f"neftune_noise_alpha={args.neftune_noise_alpha} adds noise in training mode, and the losses of "
-                "memory_mode='mezo' are those of eval mode, where it does nothing: leave it out."
             )
         if args.n_gpu > 1:
             yield (
@@ -101,17 +87,16 @@ class Mezo(MemoryMode):
 
     def conflicts_with(self, config: OffloadConfig) -> Iterator[str]:
         """What is for backward or for state."""
-        why = "memory_mode='mezo' has no backward"
-        if config.tier not in ("none", "auto"):
-            yield f"tier={config.tier!r} moves what is saved for backward, and {why}: set tier='none'."
-        if config.optimizer not in (None, "none"):
-            yield f"optimizer={config.optimizer!r} moves state and gradients, and memory_mode='mezo' has none: leave it out."
-        if config.tiles:
-            yield f"tiled_loss and tiled_mlp compute in pieces what has a backward, and {why}: leave them out."
-        if config.sampling is not None:
-            yield f"sampled_linear estimates gradients of weights, and {why}: leave it out."
-        if config.elementwise is not None:
-            yield f"recompute_elementwise recomputes for backward, and {why}: leave it out."
+        refused = {
+            f"tier={config.tier!r}": config.tier not in ("none", "auto"),
+            f"optimizer={config.optimizer!r}": config.optimizer not in (None, "none"),
+            "tiled_loss or tiled_mlp": bool(config.tiles),
+            "sampled_linear": config.sampling is not None,
+            "recompute_elementwise": config.elementwise is not None,
+        }
+        for name, is_set in refused.items():
+            if is_set:
+                yield f"{name} needs a backward pass, and memory_mode='mezo' has none: leave it out, or set it to 'none'."
 
     def begin_training(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         """A backward that comes from now on is an error."""

@@ -88,21 +88,19 @@ def memory_for(weight: Tensor, device: torch.device) -> Tensor:
     return torch.empty(max(_counts(weight, device)), dtype=weight.dtype, device=device)
 
 
-def make_moves(weight: Tensor, memory: Tensor, ways: Sequence[tuple[torch.Generator, Sequence[Move]]]) -> None:
-    """Change ``weight`` by moves along one direction after the other. Each generator is at the beginning of the weight's
-    direction, and then at its end; directions are drawn in ``memory``.
+def make_moves(weight: Tensor, memory: Tensor, generator: torch.Generator, moves: Sequence[Move]) -> None:
+    """Change ``weight`` by ``moves`` along its direction, which is drawn in ``memory``. The generator is at the beginning of
+    the weight's direction, and then at its end.
     """
     flat = weight.view(-1) if weight.is_contiguous() else None
     begin = 0
     for count in _counts(weight, weight.device):
         part = weight if flat is None else flat[begin : begin + count]
         begin += count
-        z = memory[:count].view(part.shape)
-        for generator, moves in ways:
-            z.normal_(generator=generator)
-            for some, some_z in zip(_pieces(part), _pieces(z), strict=True):
-                for move in moves:
-                    move.apply(some, some_z)
+        z = memory[:count].view(part.shape).normal_(generator=generator)
+        for some, some_z in zip(_pieces(part), _pieces(z), strict=True):
+            for move in moves:
+                move.apply(some, some_z)
 
 
 def _counts(weight: Tensor, device: torch.device) -> list[int]:

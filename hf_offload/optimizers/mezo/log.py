@@ -25,7 +25,6 @@ from hf_offload.optimizers.mezo.directions import (
     make_moves,
     memory_for,
 )
-from hf_offload.settings.load import collect_errors
 
 LOG_FILE = "mezo_log.safetensors"
 """Its name in a checkpoint."""
@@ -90,15 +89,16 @@ class Setup:
 
     def check(self, saved: "Setup") -> None:
         """Raise :class:`~hf_offload.errors.OffloadConfigError` unless ``saved`` is the same."""
-        with collect_errors("state of MeZO") as check:
-            for field in dataclasses.fields(self):
-                mine, theirs = getattr(self, field.name), getattr(saved, field.name)
-                with check:
-                    if mine != theirs:
-                        raise OffloadConfigError(
-                            f"The state was saved with {field.name}={_short(theirs)}, and the optimizer has "
-                            f"{_short(mine)}: resume with the same, or start without the state."
-                        )
+        pairs = {one.name: (getattr(saved, one.name), getattr(self, one.name)) for one in dataclasses.fields(self)}
+        wrong = [
+            f"{name}={_short(theirs)}, and the optimizer has {_short(mine)}"
+            for name, (theirs, mine) in pairs.items()
+            if mine != theirs
+        ]
+        if wrong:
+            raise OffloadConfigError(
+                f"The state was saved with {'; '.join(wrong)}: resume with the same, or start without the state."
+            )
 
 
 def _short(value: Any) -> str:
@@ -148,13 +148,12 @@ class MezoLog:
 
         try:
             tensors = load(content)
-        except SafetensorError as error:
+            digest = tensors.pop("digest").numpy().tobytes()
+        except (SafetensorError, KeyError) as error:
             raise OffloadConfigError(
-                f"{what} cannot be read as a log of MeZO ({error}): give a {LOG_FILE}, or a checkpoint that has one."
+                f"{what} cannot be read as a log of MeZO ({error!r}): give a {LOG_FILE}, or a checkpoint that has one."
             ) from error
-        if "digest" not in tensors:
-            raise OffloadConfigError(f"{what} is not a log of MeZO: give a {LOG_FILE}, or a checkpoint that has one.")
-        if tensors.pop("digest").numpy().tobytes() != _digest(tensors):
+        if digest != _digest(tensors):
             raise OffloadConfigError(
                 f"{what} is damaged, or another version of hf_offload has written it: take that of another checkpoint."
             )
@@ -251,8 +250,7 @@ def replay(
     count = len(log.rows) if steps is None else steps
     if not 0 <= count <= len(log.rows):
         raise OffloadConfigError(f"steps={count}: the log has {len(log.rows)} steps.")
-    _check_weights(log, weights)
-    chosen = [weights[name] for name in setup.names]
+    chosen = _chosen(setup, weights)
     wrong = _different(log.initial, chosen, log)
     if wrong:
         raise OffloadConfigError(
@@ -267,7 +265,7 @@ def replay(
                     moves += [Shift(scale, setup.eps) for scale in (PLUS, MINUS, BACK)]
                 if row.updates:
                     moves.append(row.update_of(group))
-                make_moves(weight, memory_for(weight, weight.device), [(generator, moves)])
+                make_moves(weight, memory_for(weight, weight.device), generator, moves)
         on_step(number)
     wrong = _different(log.final, chosen, log) if count == len(log.rows) else ""
     if wrong:
@@ -288,21 +286,18 @@ def _different(known: tuple[int, ...], weights: Sequence[Tensor], log: MezoLog) 
     return f"{len(wrong)} of {len(weights)} weights, such as {wrong[0]}, are" if wrong else ""
 
 
-def _check_weights(log: MezoLog, weights: Mapping[str, Tensor]) -> None:
-    setup = log.setup
-    missing = [name for name in setup.names if name not in weights]
-    if missing:
-        raise OffloadConfigError(
-            f"The log has {len(missing)} weights, such as {missing[0]}, which are not among those given: give the model "
-            "it is of."
-        )
-    kinds = {name: (tuple(one.shape), str(one.dtype), one.device.type) for name, one in weights.items()}
-    logged = {one[0]: (*one[1:], setup.device) for one in zip(setup.names, setup.shapes, setup.dtypes, strict=True)}
-    wrong = [name for name, kind in logged.items() if kinds[name] != kind]
+def _chosen(setup: Setup, weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """The weights that were trained, where those given have them."""
+    wrong = []
+    for name, *logged in zip(setup.names, setup.shapes, setup.dtypes, strict=True):
+        one = weights.get(name)
+        found = None if one is None else [tuple(one.shape), str(one.dtype), one.device.type]
+        expected = [*logged, setup.device]
+        if found != expected:
+            wrong.append(f"{name} is {found or 'not there'}, and in the log {expected}")
     if wrong:
-        (shape, dtype, device), expected = kinds[wrong[0]], logged[wrong[0]]
-        others = f", and {len(wrong) - 1} others differ, too" if len(wrong) > 1 else ""
         raise OffloadConfigError(
-            f"{wrong[0]} is {shape} in {dtype} on {device}, and in the log {expected[0]} in {expected[1]} on {expected[2]}"
-            f"{others}: give the weights as they were trained. Other devices draw other numbers."
+            f"{len(wrong)} of {len(setup.names)} weights are not those of the log: {wrong[0]}. Give the weights as they were "
+            "trained. Other devices draw other numbers."
         )
+    return [weights[name] for name in setup.names]

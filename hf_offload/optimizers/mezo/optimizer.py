@@ -1,11 +1,10 @@
 """The optimizer: two forward passes a step, and no gradients."""
 
-import contextlib
 import dataclasses
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,19 +14,11 @@ from torch.optim import Optimizer
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.mezo.blocks import Passes
-from hf_offload.optimizers.mezo.checks import (
-    HOW,
-    check_groups,
-    check_model,
-    check_options,
-    check_ready,
-    check_weights,
-    losses_of,
-)
-from hf_offload.optimizers.mezo.directions import BACK, MINUS, PLUS, Move, Shift, checksum
+from hf_offload.optimizers.mezo.checks import HOW, check_model, check_options, check_ready, check_weights, losses_of
+from hf_offload.optimizers.mezo.directions import BACK, MINUS, PLUS, Shift, checksum
 from hf_offload.optimizers.mezo.log import MezoLog, Row, Setup
 from hf_offload.optimizers.mezo.processes import Losses, Processes
-from hf_offload.optimizers.mezo.trajectory import Copy, Trajectory
+from hf_offload.optimizers.mezo.trajectory import Copy, Step, Trajectory
 from hf_offload.optimizers.projected.projections import draw_seed
 
 logger = logging.getLogger(__name__)
@@ -87,11 +78,9 @@ class MeZO(Optimizer):
         lr: float = 1e-6,
         weight_decay: float = 0.0,
     ):
-        check_options(eps, restore, seed)
         check_model(model)
-        self._made = False
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        check_groups(self.param_groups)
+        check_options(eps, restore, self.param_groups)
         group_of = {one: number for number, group in enumerate(self.param_groups) for one in group["params"]}
         mine = [(name, one) for name, one in model.named_parameters() if one in group_of]
         self._weights = {name: one for name, one in mine if one.requires_grad}
@@ -109,14 +98,13 @@ class MeZO(Optimizer):
             seed=seed,
             device=first.device.type,
         )
-        self.log = MezoLog(setup)
         self.projected_gradient: float | None = None
-        self._evaluated = self._is_evaluating = False
+        self._evaluated = False
         self._loaded: tuple[int, ...] = ()  # checksums of the weights that a state was saved with
         self._trajectory = Trajectory(self._weights)
         self._passes = Passes()
         self._processes = Processes()
-        self._made = True
+        self.log = MezoLog(setup)
 
     @torch.no_grad()
     def evaluate(self, closure: Callable[[], Any], *, sums: bool = False) -> Tensor:
@@ -128,28 +116,19 @@ class MeZO(Optimizer):
         Raises :class:`~hf_offload.errors.OffloadError` for a loss that is not one finite number, such as the mean over a
         batch without labels, and where another process has raised an error.
         """
-        if self._is_evaluating:
-            raise OffloadError("A closure of MeZO has called its step() or evaluate(): return the loss alone.")
         self._evaluated = False
-        self._processes.begin(self._model_alive(), self.log.setup, self._now, self._check)
+        same = {"step": len(self.log.rows), _RATES: self._row(0, 0.0)[2:]}
+        self._processes.begin(self._model_alive(), self.log.setup, same, self._check)
         if not self.log.rows:
             self.log.initial = self._sums()
         self._loaded = ()
-        self._is_evaluating = True
-        try:
-            first, second = self._processes.losses(lambda: self._losses(closure), sums)
-        finally:
-            self._is_evaluating = False
+        first, second = self._processes.losses(lambda: self._losses(closure), sums)
         self.projected_gradient = self._gradient(first, second)
         self._evaluated = True
         return first
 
-    def _now(self) -> dict[str, Any]:
-        return {"step": len(self.log.rows), _RATES: self._row(0, 0.0)[2:]}
-
     def _check(self) -> None:
         check_ready(self._weights, self._model_alive(), self.log.setup)
-        check_groups(self.param_groups)
         self._trajectory.check()
         saved = zip(self._weights.items(), self._loaded, strict=bool(self._loaded))
         wrong = [name for (name, one), known in saved if checksum(one) != known]
@@ -165,37 +144,32 @@ class MeZO(Optimizer):
 
     def _losses(self, closure: Callable[[], Any]) -> Losses:
         """What ``closure`` returns with weights moved either way. They go back."""
-        setup, trajectory = self.log.setup, self._trajectory
+        setup, trajectory, model = self.log.setup, self._trajectory, self._model_alive()
         plus, minus, back = (Shift(scale, setup.eps) for scale in (PLUS, MINUS, BACK))
         is_pristine = setup.restore == "pristine"
-        moves: list[Move | Copy] = [Copy.KEEP, plus, minus, Copy.RETURN] if is_pristine else [plus, minus, back]
+        moves: list[Step] = [Copy.KEEP, plus, minus, Copy.RETURN] if is_pristine else [plus, minus, back]
         before = len(self.log.rows)
         seed = draw_seed(setup.seed, 0, before) & _SEED_BITS
-        model = self._model_alive()
 
         def computed() -> Tensor:
             with trajectory.computing():
-                found = losses_of(closure())
-            if model.training:
-                raise OffloadError(
-                    "The closure of MeZO has called train(), and its losses are those of eval mode, without dropout: leave "
-                    "train() out. The weights have gone back, and no update was made."
-                )
-            return found
+                return losses_of(closure())
 
-        with self._eval_mode():
-            try:
-                with signals_deferred:
-                    trajectory.begin_step(seed, moves)
-                    # Until step() says otherwise, weights go there and back, and no update is made.
-                    self.log.rows.append(self._row(seed, math.nan))
-                    trajectory.advance(2 if is_pristine else 1)
-                first, second = self._passes.losses(trajectory, model, computed)
-            finally:
-                with signals_deferred:
-                    if len(self.log.rows) > before:
-                        trajectory.advance()
-        return first, second
+        modes = [(module, module.training) for module in model.modules()]
+        try:
+            model.eval()
+            with signals_deferred:
+                trajectory.begin_step(seed, moves)
+                # Until step() says otherwise, weights go there and back, and no update is made.
+                self.log.rows.append(self._row(seed, math.nan))
+                trajectory.advance(2 if is_pristine else 1)
+            return self._passes.losses(trajectory, model, computed)
+        finally:
+            with signals_deferred:
+                for module, training in modes:
+                    module.training = training
+                if len(self.log.rows) > before:
+                    trajectory.advance()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Tensor | None:  # type: ignore[override]
@@ -206,7 +180,6 @@ class MeZO(Optimizer):
         loss = None if closure is None else self.evaluate(closure)
         if not self._evaluated or self.projected_gradient is None:
             raise OffloadError(f"MeZO's step() has no losses to work with: {HOW}.")
-        check_groups(self.param_groups)
         row = self._row(self.log.rows[-1].seed, self.projected_gradient)
         self._processes.check_same({_RATES: row[2:]})
         groups = self.log.setup.groups
@@ -237,17 +210,6 @@ class MeZO(Optimizer):
             )
         return found
 
-    @contextlib.contextmanager
-    def _eval_mode(self) -> Iterator[None]:
-        model = self._model_alive()
-        before = [(module, module.training) for module in model.modules()]
-        try:
-            model.eval()
-            yield
-        finally:
-            for module, training in before:
-                module.training = training
-
     def _model_alive(self) -> nn.Module:
         model = self._model()
         if model is None:
@@ -262,7 +224,7 @@ class MeZO(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is made: the log knows the parameters it began with."""
-        if self._made:
+        if hasattr(self, "log"):
             raise OffloadConfigError(
                 "MeZO's parameters are fixed, as its log begins with all of them: make a new optimizer with these."
             )

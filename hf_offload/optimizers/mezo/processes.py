@@ -12,7 +12,8 @@ Note: whose bits
 """
 
 import dataclasses
-import platform
+import itertools
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -43,33 +44,28 @@ class Processes:
             self._ranks.close()
             self._ranks, self._has_met = None, False
 
-    def begin(
-        self, model: nn.Module, setup: Setup, now: Callable[[], dict[str, Any]], check: Callable[[], None]
-    ) -> None:
+    def begin(self, model: nn.Module, setup: Setup, now: dict[str, Any], check: Callable[[], None]) -> None:
         """Before weights move: ``check`` all ranks, let what they are ``now`` be the same, and weights when the first step
         begins.
 
         Raises what ``check`` raises, :class:`~hf_offload.errors.OffloadError` where it raises in another rank, and
         :class:`~hf_offload.errors.OffloadConfigError` for ranks that train something else.
         """
-        distributed = torch.distributed
-        if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
-            check()
+        self._ranks = self._ranks or Ranks()
+        self._everyone(check)
+        if not self._ranks.connected:
             return
-        if self._ranks is None:
-            self._ranks = Ranks()
-        self._together(check)
-        self.check_same(now() | ({} if self._has_met else dataclasses.asdict(setup) | _kinds_of(model)))
+        self.check_same(now | ({} if self._has_met else dataclasses.asdict(setup) | _facts_of(model)))
         if not self._has_met:
-            self._take_first_weights(model)
+            self._take_first_weights(model, self._ranks)
             self._has_met = True
 
     def check_same(self, mine: dict[str, Any]) -> None:
         """Raise :class:`~hf_offload.errors.OffloadConfigError` in all ranks where not all have the same."""
-        everyone = [mine] if self._ranks is None else self._ranks.gather(mine)
-        for rank, other in enumerate(everyone):
-            for key in everyone[0] | other:
-                found, expected = other.get(key), everyone[0].get(key)
+        first, *others = self._everyone(lambda: mine)
+        for rank, other in enumerate(others, 1):
+            for key in first | other:
+                found, expected = other.get(key), first.get(key)
                 if found != expected:
                     raise OffloadConfigError(
                         f"MeZO makes the same update in all processes, and rank {rank} has another {key} than rank 0 "
@@ -82,12 +78,13 @@ class Processes:
         over ranks of their sums. Raises what it raises, and :class:`~hf_offload.errors.OffloadError` where it raises in
         another rank.
         """
-        found = [compute()] if self._ranks is None else self._together(lambda: tuple(one.cpu() for one in compute()))
+        found = self._everyone(lambda: tuple(one.cpu() for one in compute()))
         return _total([plus for plus, _ in found], sums), _total([minus for _, minus in found], sums)
 
-    def _together(self, call: Callable[[], Any]) -> list[Any]:
+    def _everyone(self, call: Callable[[], Any]) -> list[Any]:
         """What ``call`` returns in each rank. An error in one is an error in all."""
-        assert self._ranks is not None
+        if self._ranks is None or not self._ranks.connected:
+            return [call()]
         try:
             value = call()
         except BaseException as own:
@@ -103,48 +100,40 @@ class Processes:
         return [value for _, value in found]
 
     @torch.no_grad()
-    def _take_first_weights(self, model: nn.Module) -> None:
+    def _take_first_weights(self, model: nn.Module, ranks: Ranks) -> None:
         """Parameters and buffers that differ become those of rank 0."""
-        assert self._ranks is not None
         named = dict(_tensors_of(model))
-        everyone = self._together(lambda: {name: checksum(one) for name, one in named.items()})
+        everyone = self._everyone(lambda: {name: checksum(one) for name, one in named.items()})
         for name, one in named.items():
             if any(other[name] != everyone[0][name] for other in everyone):
                 value = one.detach().clone(memory_format=torch.contiguous_format).cpu()
-                self._ranks.copy_first(value.view(-1).view(torch.uint8))
-                if not self._ranks.is_first:
+                ranks.copy_first(value.view(-1).view(torch.uint8))
+                if not ranks.is_first:
                     one.copy_(value)
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for found in (model.named_parameters(), model.named_buffers()):
-        for name, one in found:
-            wraps: Any = is_traceable_wrapper_subclass(one)
-            if not (wraps or one.is_meta or one.is_sparse or isinstance(one, DTensor)):
-                yield name, one
+    for name, one in itertools.chain(model.named_parameters(), model.named_buffers()):
+        wraps: Any = is_traceable_wrapper_subclass(one)
+        if not (wraps or one.is_meta or one.is_sparse or isinstance(one, DTensor)):
+            yield name, one
 
 
-def _kinds_of(model: nn.Module) -> dict[str, Any]:
-    """What has to be the same before the first step: shapes, and what random numbers depend on."""
-    device = next(one for one in model.parameters() if one.requires_grad).device
-    name = getattr(torch.get_device_module(device.type), "get_device_name", None)
-    kind = name(device) if name else f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
+def _facts_of(model: nn.Module) -> dict[str, Any]:
+    """What has to be the same before the first step: shapes, and the random numbers of the device."""
+    weight = next(one for one in model.parameters() if one.requires_grad)
+    drawn = torch.empty(1024, device=weight.device).normal_(generator=torch.Generator(weight.device).manual_seed(0))
     shapes = {name: (tuple(one.shape), str(one.dtype)) for name, one in _tensors_of(model)}
-    return {"device": f"{device.type}, {kind}, torch {torch.__version__}", "model": shapes}
+    return {"random numbers": checksum(drawn), "model": shapes}
 
 
 def _total(by_rank: Sequence[Tensor], sums: bool) -> Tensor:
+    """The sum, micro-batch by micro-batch and each in the order of ranks, or their mean."""
     count = len(by_rank) if sums else sum(len(parts) for parts in by_rank)
-    total: Tensor | None = None
-    for number in range(max(len(parts) for parts in by_rank)):
-        for parts in by_rank:
-            if number < len(parts):
-                part = parts[number] if count == 1 else parts[number] / count
-                total = part if total is None else total + part
-    assert total is not None
-    return total
+    rounds = itertools.zip_longest(*by_rank)
+    parts = [part if count == 1 else part / count for each in rounds for part in each if part is not None]
+    return sum(parts[1:], parts[0])
 
 
 def _excerpt(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 200 else f"{text[:200]} ..."
+    return textwrap.shorten(str(value), 200)

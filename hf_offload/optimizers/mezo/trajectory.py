@@ -9,10 +9,6 @@ Note: why a weight may wait
 
 import contextlib
 import enum
-import functools
-import itertools
-import logging
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,15 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_offload.errors import OffloadError
-from hf_offload.optimizers.mezo.directions import Direction, Move, Update, make_moves, memory_for
+from hf_offload.optimizers.mezo.directions import Direction, Shift, Update, make_moves, memory_for
 from hf_offload.state import guard
 from hf_offload.state.contexts import outside
 from hf_offload.state.parked import Parked
 from hf_offload.state.parked_weight import ParkedWeight
 from hf_offload.state.registry import is_held, parked_of
 from hf_offload.state.units import Units, pinned, unit_with
-
-logger = logging.getLogger(__name__)
 
 _OWED = "mezo"
 
@@ -39,6 +33,10 @@ class Copy(enum.Enum):
 
     KEEP = "a copy is kept"
     RETURN = "it is as its copy again"
+
+
+Step = Shift | Copy | Callable[[int], Update]
+"""A move of all weights; the update depends on a weight's number."""
 
 
 class Trajectory:
@@ -59,9 +57,8 @@ class Trajectory:
         self.lent: list[_Weight] = []
         self.lock = threading.RLock()
         self._first = 0  # number of the first move that is still known
-        self._moves: list[tuple[Direction | None, Callable[[int], Move] | Copy]] = []
+        self._moves: list[tuple[Direction, Step]] = []
         self._begun = 0  # the number of moves that came before the present step
-        self._direction: Direction | None = None  # of the present step
         with torch._C.DisableTorchFunctionSubclass():
             self._metas = [torch.empty_like(one, device="meta") for one in weights.values()]
         self._device = next(iter(weights.values())).device
@@ -75,7 +72,7 @@ class Trajectory:
 
     # -- a step ---------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, seed: int, moves: Iterable[Move | Copy]) -> None:
+    def begin_step(self, seed: int, moves: Iterable[Step]) -> None:
         """These moves are to come, along the direction of ``seed``. Weights that the last step has not used catch up now."""
         self.check()
         with self._changing():
@@ -86,15 +83,13 @@ class Trajectory:
         with self.lock:
             first = min(one.now for one in self._weights)
             del self._moves[: first - self._first]
-            self._first, self._begun, self._direction = first, self.end, direction
-            for move in moves:
-                of_each = move if isinstance(move, Copy) else functools.partial(_same, move)
-                self._moves.append((None if isinstance(move, Copy) else direction, of_each))
+            self._first, self._begun = first, self.end
+            self._moves += [(direction, move) for move in moves]
         self.is_lazy, self.is_read = self.units() is not None, False
 
     def update(self, update_of: Callable[[int], Update]) -> None:
-        """Let the weight of each number make its update."""
-        self._moves.append((self._direction, update_of))
+        """Let the weight of each number make its update, along the direction of the step."""
+        self._moves.append((self._moves[-1][0], update_of))
         self.advance()
 
     def advance(self, count: int | None = None) -> None:
@@ -131,15 +126,7 @@ class Trajectory:
             yield
         finally:
             torch.set_autocast_cache_enabled(caches)
-        changed = [one for one in self._weights if one.is_changed]
-        if changed and not (self.has_changed or changed[0].has_copy):
-            logger.warning(
-                "The model changes %s of its weights in place while it computes a loss, such as %s; Embedding(max_norm=...) "
-                "and RWKV's rescale_every do that. MeZO goes on from what they are then, and its log cannot rebuild them.",
-                len(changed),
-                changed[0].name,
-            )
-        self.has_changed |= bool(changed)
+        self.has_changed |= any(one.is_changed for one in self._weights)
 
     # -- two passes at once ---------------------------------------------------------------------------------------------
 
@@ -164,26 +151,31 @@ class Trajectory:
         """Let ``value`` make the moves that are left to ``end``."""
         while weight.now < end:
             due = self._moves[weight.now - self._first : end - self._first]
-            back = [place for place, (_, move) in enumerate(due) if move is Copy.RETURN and weight.has_copy]
-            place = back[0] if back else 0  # what comes before it is undone
-            move = due[place][1]
-            if isinstance(move, Copy):
-                weight.copy(value, move)
-                weight.now += place + 1
-                continue
-            along = [(one, of) for one, of in itertools.takewhile(operator.itemgetter(0), due) if callable(of)]
-            ways = [
-                (one, [of(weight.number) for _, of in group])
-                for one, group in itertools.groupby(along, key=operator.itemgetter(0))
-                if one is not None
-            ]
-            generators = [one.generator(weight.number) for one, _ in ways]
-            memory = memory_for(value, value.device)  # after an error here, it has not changed
-            after, weight.now = weight.now + len(along), -1
-            make_moves(value, memory, [(drawn, moves) for drawn, (_, moves) in zip(generators, ways, strict=True)])
-            weight.now = after
-            for drawn, (one, _) in zip(generators, ways, strict=True):
-                one.passed(weight.number, drawn)
+            (direction, first), moves = due[0], [move for _, move in due]
+            if weight.has_copy and Copy.RETURN in moves:  # what comes before it is undone
+                weight.copy(value, Copy.RETURN)
+                weight.now += moves.index(Copy.RETURN) + 1
+            elif isinstance(first, Copy):
+                weight.copy(value, first)
+                weight.now += 1
+            else:
+                self._move_along(weight, value, direction, due)
+
+    def _move_along(
+        self, weight: "_Weight", value: Tensor, direction: Direction, due: list[tuple[Direction, Step]]
+    ) -> None:
+        """Make the first moves that are ``due``, those along one direction."""
+        moves: list[Shift | Update] = []
+        for other, move in due:
+            if other is not direction or isinstance(move, Copy):
+                break
+            moves.append(move if isinstance(move, Shift) else move(weight.number))
+        generator = direction.generator(weight.number)
+        memory = memory_for(value, value.device)  # after an error here, it has not changed
+        after, weight.now = weight.now + len(moves), -1
+        make_moves(value, memory, generator, moves)
+        weight.now = after
+        direction.passed(weight.number, generator)
 
 
 class _Weight(guard.Debt):
@@ -329,10 +321,6 @@ class _Weight(guard.Debt):
                 parked.come()
             value.copy_(self._copy)
             self._copy = None
-
-
-def _same(move: Move, number: int) -> Move:
-    return move
 
 
 def _in_memory(parameter: nn.Parameter, finishes: bool = True) -> contextlib.AbstractContextManager[None]:
