@@ -6,6 +6,7 @@ Note: turns
     the running turn, or their copies in float32. State is dropped when the turn of its parameter ends, or waits in RAM.
 """
 
+import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -17,18 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import ParamsT
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.blockwise.checks import (
-    check_data_parallel,
-    check_parameters,
-    checked_state,
-    inner_optimizer,
-)
-from hf_offload.optimizers.blockwise.freezing import (
-    BeforeForward,
-    freeze,
-    is_waiting,
-    unfreeze,
-)
+from hf_offload.optimizers.blockwise.freezing import BeforeForward, freeze, is_waiting, unfreeze
 from hf_offload.optimizers.blockwise.schedule import HALF, BlockwiseConfig, Schedule, find_trainable_units
 from hf_offload.settings.load import collect_errors
 from hf_offload.state.shadow import Shadow
@@ -85,13 +75,13 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         with collect_errors("settings of block-wise training") as check:
             defaults: dict[str, Any] = {}
             with check:
-                inner = inner_optimizer(optimizer, options)
+                inner = _inner_optimizer(optimizer, options)
                 self._shadow, defaults = Shadow(inner, optimizer), inner.defaults
             super().__init__(params, defaults)
             names = {id(p): name for name, p in module.named_parameters()}
             mine = [p for group in self.param_groups for p in group["params"]]
             with check:
-                check_parameters(mine, names, module)
+                _check_parameters(mine, names, module)
             trainable = {id(p): names[id(p)] for p in mine if p.requires_grad and id(p) in names}
             with check:
                 self._units = find_trainable_units(module, trainable)
@@ -161,8 +151,12 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def _before_forward(self) -> None:
         wrapper: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
         if wrapper is not None and wrapper is not self._seen:
-            trained = set(self._names) == self._trains | self._frozen and self._schedule.cycle == 1
-            check_data_parallel(wrapper, trained, any(is_waiting(p) for _, p in self._named()))
+            if wrapper.static_graph or any(is_waiting(p) for _, p in self._named()):
+                raise OffloadConfigError(
+                    "DistributedDataParallel averages no gradients of blocks that waited when it was built, or with "
+                    "static_graph=True: build it before the model's first forward, or call release(model) before, with "
+                    "find_unused_parameters=True and no static_graph."
+                )
             self._seen = wrapper
         if not self._applied:
             self._apply()
@@ -290,7 +284,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         Raises :class:`~hf_offload.errors.OffloadConfigError` that lists every difference, if it was taken with other settings
         or of other blocks: nothing has changed then.
         """
-        own = checked_state(state_dict.get(_KEY), self._settings(), self._schedule.names)
+        own = self._checked(state_dict.get(_KEY))
         self._notice_frozen()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._turn, self._steps = own["turn"], own["steps"]
@@ -305,7 +299,56 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._applied = False
 
     def _settings(self) -> dict[str, Any]:
-        return self.config.plain() | {"optimizer": self._class.__name__}
+        settings = dataclasses.asdict(self.config) | {"optimizer": self._class.__name__}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+
+    def _checked(self, own: dict[str, Any] | None) -> dict[str, Any]:
+        """The optimizer's part of a state dict, if it was saved with the same settings and of the same blocks."""
+        if own is None:
+            raise OffloadConfigError(
+                "This state was not saved by a BlockwiseOptimizer's own state_dict(): start without it, or load it into the "
+                "optimizer that saved it."
+            )
+        saved, mine = own["settings"] | {"blocks": own["blocks"]}, self._settings() | {"blocks": self._schedule.names}
+        wrong = [
+            f"{name}={saved.get(name)!r}, and the optimizer has {value!r}"
+            for name, value in mine.items()
+            if saved.get(name) != value
+        ]
+        if wrong:
+            raise OffloadConfigError(
+                f"The state was saved with {'; '.join(wrong)}: use the same settings and the same model, with the same "
+                "parameters frozen, or start without the state."
+            )
+        return own
+
+
+def _inner_optimizer(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer of this class, for a parameter that does not matter."""
+    try:
+        made = kind([nn.Parameter(torch.zeros(1))], **options)
+    except (TypeError, ValueError) as error:
+        raise OffloadConfigError(f"{kind.__name__} cannot be built with {options}: {error}") from error
+    if made.state:
+        raise OffloadConfigError(
+            f"{kind.__name__} makes its state before its first step, and blocks have one for their turn only: use AdamW."
+        )
+    return made
+
+
+def _check_parameters(parameters: list[nn.Parameter], names: dict[int, str], module: nn.Module) -> None:
+    strangers = [tuple(p.shape) for p in parameters if id(p) not in names]
+    if strangers:
+        raise OffloadConfigError(
+            f"{len(strangers)} parameters are not of this {type(module).__name__} (shapes {strangers[:3]}): give the "
+            "optimizer parameters of the module it is given."
+        )
+    waiting = [name for name, p in module.named_parameters() if is_waiting(p)]
+    if waiting:
+        raise OffloadConfigError(
+            f"{len(waiting)} parameters still wait for their turn in another BlockwiseOptimizer ({waiting[0]} ...): "
+            "close() that one, or call release(model), before the parameters are listed for a new one."
+        )
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:

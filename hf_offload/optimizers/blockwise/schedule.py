@@ -84,10 +84,6 @@ class BlockwiseConfig:
         """One block at a time, embeddings, final norm and head among them (arXiv 2404.02827)."""
         return cls(switch_every=switch_every, order=order, outside=outside, seed=seed)
 
-    def plain(self) -> dict[str, bool | int | str | list[str]]:
-        """Every setting as a plain value, for a state dict."""
-        return {**vars(self), "order": self.order if isinstance(self.order, str) else list(self.order)}
-
 
 @dataclasses.dataclass(frozen=True)
 class Units:
@@ -245,17 +241,9 @@ class BlockwiseBytes:
     masters: int
     step_gradients: int
 
-    @property
-    def total(self) -> int:
-        """All of them in one turn."""
-        return self.gradients + self.state + self.masters + self.step_gradients
 
-
-def peak_bytes(model: nn.Module, config: BlockwiseConfig, moments: int = 2, scalars: int = 1) -> BlockwiseBytes:
-    """What a :class:`BlockwiseOptimizer` over all trainable parameters of ``model`` will need at most, per process.
-
-    ``moments`` and ``scalars`` count what the inner optimizer keeps of a parameter: tensors of its size, and single float32
-    numbers. AdamW has two and one.
+def peak_bytes(model: nn.Module, config: BlockwiseConfig) -> BlockwiseBytes:
+    """What a :class:`BlockwiseOptimizer` with AdamW over all trainable parameters of ``model`` needs at most, per process.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` if the settings do not fit the model.
     """
@@ -266,7 +254,7 @@ def peak_bytes(model: nn.Module, config: BlockwiseConfig, moments: int = 2, scal
 
     def state(parameter: Tensor) -> int:
         size = _SINGLE_BYTES if has_master(parameter) else parameter.element_size()
-        return moments * parameter.numel() * size + scalars * _SINGLE_BYTES
+        return 2 * parameter.numel() * size + _SINGLE_BYTES
 
     def by_unit(of: Callable[[Tensor], int]) -> dict[str, int]:
         return {unit: sum(of(trainable[name]) for name in names) for unit, names in units.parameters.items()}

@@ -13,18 +13,6 @@ from hf_offload.optimizers.projected.projections import Projection
 from hf_offload.settings.load import collect_errors
 
 
-def check_numbers(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """Raise :class:`OffloadConfigError` with all that are out of range."""
-    with collect_errors("numbers of the optimizer") as check:
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            with check:
-                if not isinstance(value, (int, float)) or not value >= 0:
-                    raise OffloadConfigError(f"{name}={value!r}: give a number of 0 or more.")
-        with check:
-            if not all(0 <= beta < 1 for beta in betas):
-                raise OffloadConfigError(f"betas={betas!r}: give two numbers of at least 0 and below 1.")
-
-
 def check_parameters(
     parameters: Iterable[tuple[str, Tensor, bool, Projection | None]], method: ProjectedConfig
 ) -> None:
@@ -73,7 +61,6 @@ def sharded(method: ProjectedConfig, name: str) -> str:
 
 def check_state_dict(state_dict: Mapping[str, Any], groups: list[dict[str, Any]], method: ProjectedConfig) -> None:
     """Raise :class:`OffloadConfigError` unless ``state_dict`` was saved with ``method`` and groups like ``groups``."""
-    mine = method.as_dict()
     saved_groups = state_dict["param_groups"]
     saved = saved_groups[0].get("method")
     if not isinstance(saved, dict):
@@ -81,24 +68,18 @@ def check_state_dict(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]
             f"The state dict was not saved by a projected optimizer, but this one is {method.name}: go on with the optimizer "
             "that saved it, or start without its state."
         )
-    if saved.get("name") != method.name:
+    wrong = [
+        f"{name}={saved.get(name)!r}, but this optimizer has {mine!r}"
+        for name, mine in method.as_dict().items()
+        if saved.get(name) != mine
+    ]
+    wrong += [
+        f"{name}={theirs.get(name)} in group {number}, but this optimizer has {own[name]}"
+        for number, (theirs, own) in enumerate(zip(saved_groups, groups, strict=False))
+        for name in ("projected", "transposed")
+        if theirs.get(name) != own[name]
+    ]
+    if wrong:
         raise OffloadConfigError(
-            f"The state dict was saved by {saved.get('name')}, but this optimizer is {method.name}: go on with the method "
-            "that saved it, or start without its state."
+            f"The state dict was saved with {'; '.join(wrong)}: resume with the same, or start without the state."
         )
-    with collect_errors("state dict") as check:
-        for name in mine:
-            with check:
-                if saved.get(name) != mine[name]:
-                    raise OffloadConfigError(
-                        f"The state dict was saved with {name}={saved.get(name)!r}, but this optimizer has "
-                        f"{name}={mine[name]!r}: resume with the same, or start without the state."
-                    )
-        for number, (theirs, own) in enumerate(zip(saved_groups, groups, strict=False)):
-            for name in ("projected", "transposed"):
-                with check:
-                    if theirs.get(name) != own[name]:
-                        raise OffloadConfigError(
-                            f"Group {number} of the state dict has {name}={theirs.get(name)}, but this optimizer's has "
-                            f"{own[name]}: give the parameters in the same groups."
-                        )

@@ -11,10 +11,10 @@ from hf_offload.settings.values import Flag, Number, Whole, one_of
 
 PROJ_TYPES = ("std", "reverse_std", "left", "right", "full")
 SVDS = ("randomized", "exact")
-ON_REFRESH = ("keep", "project", "reset")
+ON_REFRESH = ("keep", "reset")
 # Not float16: squares of small gradients are zero in it.
 DTYPES = ("float32", "bfloat16", "8bit")
-FRUGAL_PROJECTIONS = ("blocks", "columns", "random-k", "random", "svd")
+FRUGAL_PROJECTIONS = ("blocks", "random", "svd")
 # bitsandbytes knows no others.
 BLOCK_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -28,9 +28,7 @@ class ProjectedConfig:
         stagger: Parameters get it at different steps, spread evenly over the gap, so that no step but the first pays for all.
             Without it all get it at once, as in the published code.
         on_refresh: What becomes of the moments then. ``"keep"``: nothing, as published: they are read in the new space
-            although they were gathered in the old one. ``"project"``: the first is turned into the new space, the second
-            by the squares of the same matrix (both spaces need an orthonormal basis). ``"reset"``: they start from
-            zero, and so does their bias correction.
+            although they were gathered in the old one. ``"reset"``: they start from zero, and so does their bias correction.
         seed: Of every random draw, together with the parameter's place and its step: the same on every rank, and after
             a resume. CPU and CUDA draw different numbers.
         state_dtype: Of the moments of projected parameters: None is the parameter's own, as in ``torch.optim.AdamW``.
@@ -78,12 +76,6 @@ class GaLoreConfig(ProjectedConfig):
     proj_type: Annotated[str, one_of(PROJ_TYPES)] = "std"
     svd: Annotated[str, one_of(SVDS)] = "randomized"
 
-    @classmethod
-    def eight_bit(cls, **settings: Any) -> "GaLoreConfig":
-        """8-bit GaLore: moments, projections, and the moments of embeddings and head in 8 bits."""
-        kept = dict.fromkeys(("state_dtype", "plain_state_dtype", "projector_dtype"), "8bit")
-        return cls(**{**kept, **settings})
-
 
 @settings(frozen=True, kw_only=True)
 class ApolloConfig(ProjectedConfig):
@@ -108,30 +100,16 @@ class ApolloConfig(ProjectedConfig):
     scale_by: Annotated[str, one_of(("channel", "tensor"))] = "channel"
     norm_growth_limit: Annotated[Number | None, Field(ge=1)] = 1.01
 
-    @classmethod
-    def mini(cls, **settings: Any) -> "ApolloConfig":
-        """APOLLO-Mini: rank 1, one factor for the whole tensor, and the paper's scale for it, the root of 128."""
-        return cls(**{"rank": 1, "scale": 128**0.5, "scale_by": "tensor", **settings})
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.on_refresh == "project":
-            raise OffloadConfigError(
-                "on_refresh='project' needs an orthonormal basis, and APOLLO's is not: keep or reset."
-            )
-        return self
-
 
 @settings(frozen=True, kw_only=True)
 class FrugalConfig(ProjectedConfig):
     """Adam on a part of the gradient, and a step without state on the rest (Zmushko et al., ICML 2025, arXiv 2411.07837).
 
     Args:
-        density: How large the part is, 0 to 1: of the rank (``svd``, ``random``), of the columns, of the entries, or of the
-            matrices. 0 is the rule without state alone.
+        density: How large the part is, 0 to 1: of the rank (``svd``, ``random``), or of the matrices. 0 is the rule without
+            state alone.
         projection: ``"blocks"``: whole matrices, a new set in each period of ``update_proj_gap`` steps until all
             had their turn (these all change at the same step, whatever ``stagger`` is: there is nothing to compute).
-            ``"columns"``: some inputs of each layer. ``"random-k"``: one entry drawn from each interval of ``1/density``.
             ``"random"``: a random orthonormal basis of the shorter side. ``"svd"``: as GaLore.
         free_rule: ``"sign"``: the sign of the rest of the gradient; ``"sgd"``: the rest itself. (A gradient that lies in the
             space of its singular vectors, as with fewer tokens than the rank, leaves rounding errors. They have signs.)
@@ -150,9 +128,9 @@ class FrugalConfig(ProjectedConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.on_refresh != "reset" and self.projection in ("blocks", "columns", "random-k"):
+        if self.on_refresh != "reset" and self.projection == "blocks":
             raise OffloadConfigError(
-                f"on_refresh={self.on_refresh!r} has no meaning with projection={self.projection!r}: entries that "
-                "leave take their moments with them. Set 'reset'."
+                f"on_refresh={self.on_refresh!r} has no meaning with projection='blocks': matrices take their moments with "
+                "them. Set 'reset'."
             )
         return self

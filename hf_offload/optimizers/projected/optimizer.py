@@ -1,6 +1,7 @@
 """AdamW whose moments of chosen matrices are those of projected gradients: GaLore, APOLLO, FRUGAL."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,19 +14,12 @@ from torch.optim import Optimizer
 from hf_offload.errors import OffloadConfigError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.optimizers.projected import rules
-from hf_offload.optimizers.projected.checks import check_numbers, check_parameters, check_state_dict, sharded
-from hf_offload.optimizers.projected.config import (
-    ApolloConfig,
-    FrugalConfig,
-    GaLoreConfig,
-    ProjectedConfig,
-)
+from hf_offload.optimizers.projected.checks import check_parameters, check_state_dict, sharded
+from hf_offload.optimizers.projected.config import ApolloConfig, FrugalConfig, GaLoreConfig, ProjectedConfig
 from hf_offload.optimizers.projected.formats import StateFormat, drop
 from hf_offload.optimizers.projected.projections import (
     Basis,
-    Everything,
     Projection,
-    Space,
     draw_seed,
     drawn_space,
     is_active,
@@ -34,7 +28,6 @@ from hf_offload.optimizers.projected.projections import (
     new_basis,
     projection_of,
     random_basis,
-    turn_moments,
     turns,
 )
 
@@ -92,7 +85,6 @@ class ProjectedAdamW(Optimizer):
         weight_decay: float = 1e-2,
     ):
         self.method = method
-        check_numbers(lr, betas, eps, weight_decay)
         defaults = {
             "lr": lr,
             "betas": tuple(betas),
@@ -203,15 +195,17 @@ class ProjectedAdamW(Optimizer):
         hyper = _hyper(group, steps + 1 - began)
         if isinstance(self.method, FrugalConfig):
             rules.frugal(weight, gradient, state, space, hyper, self._moments, self.method)
-        elif isinstance(self.method, ApolloConfig):
+            return
+        assert space is not None
+        if isinstance(self.method, ApolloConfig):
             across = 0 if fixed.projection.side == "left" else 1
-            rules.apollo(weight, gradient, state, _there(space), across, hyper, self._moments, self.method)
+            rules.apollo(weight, gradient, state, space, across, hyper, self._moments, self.method)
         elif isinstance(self.method, GaLoreConfig):
-            rules.galore(weight, gradient, state, _there(space), hyper, self._moments, self.method)
+            rules.galore(weight, gradient, state, space, hyper, self._moments, self.method)
 
     def _space(
         self, fixed: _Parameter, projection: Projection, gradient: Tensor, state: dict[str, Any], steps: int
-    ) -> Space | None:
+    ) -> Basis | None:
         """The space of this step, and in ``state`` whatever a new one changes there. None: no space at all."""
         if projection.kind == "blocks":
             return self._whole(fixed, state, steps)
@@ -227,7 +221,7 @@ class ProjectedAdamW(Optimizer):
             return drawn_space(projection, int(state["seed"].item()), gradient)
         return self._stored_basis(projection, state, gradient.dtype)
 
-    def _whole(self, fixed: _Parameter, state: dict[str, Any], steps: int) -> Space | None:
+    def _whole(self, fixed: _Parameter, state: dict[str, Any], steps: int) -> Basis | None:
         assert isinstance(self.method, FrugalConfig)
         if not is_active(self.method, self._turns, fixed.number, steps):
             drop(state, rules.FIRST)
@@ -236,7 +230,7 @@ class ProjectedAdamW(Optimizer):
             return None
         if "began" not in state:
             self._forget(state, steps)
-        return Everything()
+        return Basis(None, None)
 
     def _forget(self, state: dict[str, Any], steps: int) -> None:
         drop(state, rules.FIRST)
@@ -258,19 +252,9 @@ class ProjectedAdamW(Optimizer):
             if has_old:
                 return
             basis = random_basis(projection, gradient, torch.Generator(gradient.device).manual_seed(seed))
-        working = torch.promote_types(gradient.dtype, torch.float32)
-        old = (
-            self._stored_basis(projection, state, working) if has_old and self.method.on_refresh == "project" else None
-        )
         for name, part in (("left", basis.left), ("right", basis.right)):
             if part is not None:
-                drop(state, name)  # the old one is still needed: it must not be written over
                 self._projectors.write(state, name, part, gradient.dtype)
-        if old is not None:
-            new = self._stored_basis(projection, state, working)
-            kept = [self._moments.read(state, name, working) for name in (rules.FIRST, rules.SECOND)]
-            for name, value in zip((rules.FIRST, rules.SECOND), turn_moments(old, new, *kept), strict=True):
-                self._moments.write(state, name, value, gradient.dtype)
 
     def _stored_basis(self, projection: Projection, state: dict[str, Any], dtype: torch.dtype) -> Basis:
         parts = {name: self._projectors.read(state, name, dtype) for name in projection.stored_shapes}
@@ -297,6 +281,53 @@ def _hyper(group: dict[str, Any], steps: int) -> rules.Hyper:
     return rules.Hyper(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], steps)
 
 
-def _there(space: Space | None) -> Space:
-    assert space is not None
-    return space
+class UpdateInBackward:
+    """Let backward itself update the parameters of ``optimizer``; :meth:`remove` ends it.
+
+    A gradient is dropped right after its parameter was updated with it, by the very function that ``step()`` calls, with the
+    learning rate that the group has at that moment. ``optimizer.step()`` is still called after backward (a scheduler
+    counts it) and ``scheduler.step()`` after that, as always: the bits are those of a run that updates in ``step()``.
+    Saving and loading go through the optimizer, before backward or after ``step()``.
+
+    Gradients cannot be clipped by their norm: they are never there at once. Two backward passes without a ``step()`` in
+    between, and the ``step`` of a ``GradScaler``, are refused by name when they happen
+    (:class:`~hf_offload.errors.OffloadConfigError`). Several processes are refused at once: the gradient is not averaged over
+    ranks when its parameter would be updated.
+    """
+
+    def __init__(self, optimizer: ProjectedAdamW):
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+            raise OffloadConfigError(
+                f"Update in backward takes a gradient before it is averaged over {distributed.get_world_size()} processes: "
+                "use one process, or update in step()."
+            )
+        if optimizer.in_backward:
+            raise OffloadConfigError("This optimizer already updates in backward.")
+        self._optimizer = optimizer
+        self._updated: set[Tensor] = set()
+        self._handles: list[Any] = [optimizer.register_step_post_hook(lambda *_: self._updated.clear())]
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    update = functools.partial(self._update, number)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(update))
+        optimizer.in_backward = True
+
+    def remove(self) -> None:
+        """Gradients stay again, and ``step()`` uses them. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._optimizer.in_backward = False
+
+    def _update(self, group_number: int, parameter: Tensor) -> None:
+        if parameter in self._updated:
+            raise OffloadConfigError(
+                "A parameter got a second gradient before optimizer.step(), but it is updated in backward: call step() after "
+                "each backward, without gradient accumulation, and use non-reentrant activation checkpointing."
+            )
+        self._updated.add(parameter)
+        # The groups are other dicts after a state dict was loaded.
+        self._optimizer.update(parameter, self._optimizer.param_groups[group_number])
+        parameter.grad = None

@@ -1,21 +1,23 @@
 """Projections of gradients on a small space, and back.
 
 Gradients are ``[m, n]`` = ``[out, in]`` here, however the weight is stored. A projected gradient is called small; it is
-``[m, r]`` (inputs projected, "right"), ``[r, n]`` (outputs projected, "left"), ``[r, r]`` ("full"), ``[m, r]`` for columns,
-``[r]`` for single entries.
+``[m, r]`` (inputs projected, "right"), ``[r, n]`` (outputs projected, "left"), ``[r, r]`` ("full").
 """
 
 import dataclasses
-from typing import Protocol
+import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from hf_offload.optimizers.projected.config import ApolloConfig, FrugalConfig, GaLoreConfig, ProjectedConfig
-from hf_offload.optimizers.projected.svd import leading_vectors
 
+logger = logging.getLogger(__name__)
+
+_OVERSAMPLE = 8
+_POWER_ITERATIONS = 2
 _BASES = ("svd", "random")
-_DRAWN_AGAIN = ("gaussian", "columns", "random-k")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +25,10 @@ class Projection:
     """What one matrix is projected on: a function of the settings and of its shape.
 
     Attributes:
-        kind: ``"svd"`` and ``"random"`` (an orthonormal basis, stored), ``"gaussian"``, ``"columns"`` and ``"random-k"``
-            (drawn again from a stored seed each time), or ``"blocks"`` (all of the matrix, or nothing).
+        kind: ``"svd"`` and ``"random"`` (an orthonormal basis, stored), ``"gaussian"`` (drawn again from a stored seed each
+            time), or ``"blocks"`` (all of the matrix, or nothing).
         side: ``"left"``, ``"right"`` or ``"full"``; of bases and Gaussian projections.
-        rank: Or the number of columns or entries.
+        rank: Of the projected gradient.
         shape: ``[out, in]``.
     """
 
@@ -41,16 +43,12 @@ class Projection:
         m, n = self.shape
         if self.kind == "blocks":
             return m, n
-        if self.kind == "random-k":
-            return (self.rank,)
-        if self.kind == "columns":
-            return m, self.rank
         return {"left": (self.rank, n), "right": (m, self.rank), "full": (self.rank, self.rank)}[self.side]
 
     @property
     def basis_shapes(self) -> dict[str, tuple[int, int]]:
         """The parts of a basis by name; empty if the space has none."""
-        if self.kind not in (*_BASES, "gaussian"):
+        if self.kind == "blocks":
             return {}
         parts = {"left": (self.shape[0], self.rank), "right": (self.rank, self.shape[1])}
         return {name: shape for name, shape in parts.items() if self.side in (name, "full")}
@@ -63,7 +61,7 @@ class Projection:
     @property
     def drawn_again(self) -> bool:
         """Whether the state holds a seed instead of a projection."""
-        return self.kind in _DRAWN_AGAIN
+        return self.kind == "gaussian"
 
 
 def projection_of(config: ProjectedConfig, shape: tuple[int, int]) -> Projection:
@@ -77,8 +75,7 @@ def projection_of(config: ProjectedConfig, shape: tuple[int, int]) -> Projection
     if isinstance(config, ApolloConfig):
         return Projection("gaussian", shorter, config.rank, shape)
     assert isinstance(config, FrugalConfig)
-    whole = {"columns": n, "random-k": m * n}.get(config.projection, min(m, n))
-    return Projection(config.projection, shorter, round(config.density * whole), shape)
+    return Projection(config.projection, shorter, round(config.density * min(m, n)), shape)
 
 
 def matrix_shape(parameter: Tensor, transposed: bool) -> tuple[int, int]:
@@ -87,30 +84,15 @@ def matrix_shape(parameter: Tensor, transposed: bool) -> tuple[int, int]:
     return rows, columns
 
 
-class Space(Protocol):
-    """One projection with its numbers."""
-
-    def project(self, gradient: Tensor) -> Tensor:
-        """``[m, n]`` to small."""
-        ...
-
-    def residual(self, gradient: Tensor, small: Tensor) -> Tensor:
-        """What of ``gradient`` is not in the space, ``[m, n]``: a new tensor."""
-        ...
-
-    def add_back(self, weight: Tensor, small: Tensor, factor: float) -> None:
-        """``weight += factor * back(small)``, without a matrix of the weight's size in between where that is possible."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Basis:
-    """Columns ``left`` ``[m, r]`` and rows ``right`` ``[r, n]``; one of them may be missing."""
+    """Columns ``left`` ``[m, r]`` and rows ``right`` ``[r, n]``. One may be missing; without both, it is everything."""
 
     left: Tensor | None
     right: Tensor | None
 
     def project(self, gradient: Tensor) -> Tensor:
+        """``[m, n]`` to small."""
         small = gradient
         if self.left is not None:
             small = self.left.to(gradient.dtype).t() @ small
@@ -119,12 +101,17 @@ class Basis:
         return small
 
     def residual(self, gradient: Tensor, small: Tensor) -> Tensor:
+        """What of ``gradient`` is not in the space, ``[m, n]``: a new tensor."""
         if self._is_whole(gradient):  # what rounding leaves has a sign too
             return torch.zeros_like(gradient)
         first, second = self._factors(small, gradient.dtype)
         return torch.addmm(gradient, first, second, alpha=-1)
 
     def add_back(self, weight: Tensor, small: Tensor, factor: float) -> None:
+        """``weight += factor * back(small)``, without a matrix of the weight's size in between where that is possible."""
+        if self.left is None and self.right is None:
+            weight.add_(small, alpha=factor)
+            return
         first, second = self._factors(small, weight.dtype)
         weight.addmm_(first, second, alpha=factor)
 
@@ -143,81 +130,14 @@ class Basis:
         return self.left.to(dtype), small
 
 
-@dataclasses.dataclass(frozen=True)
-class Columns:
-    """The columns ``indices`` ``[r]``."""
-
-    indices: Tensor
-
-    def project(self, gradient: Tensor) -> Tensor:
-        return gradient.index_select(1, self.indices)
-
-    def residual(self, gradient: Tensor, small: Tensor) -> Tensor:
-        return gradient.index_fill(1, self.indices, 0)
-
-    def add_back(self, weight: Tensor, small: Tensor, factor: float) -> None:
-        weight.index_add_(1, self.indices, small.to(weight.dtype), alpha=factor)
-
-
-@dataclasses.dataclass(frozen=True)
-class Entries:
-    """The entries ``indices`` ``[r]``, counted row by row."""
-
-    indices: Tensor
-
-    def project(self, gradient: Tensor) -> Tensor:
-        return gradient.take(self.indices)
-
-    def residual(self, gradient: Tensor, small: Tensor) -> Tensor:
-        return gradient.contiguous().view(-1).index_fill(0, self.indices, 0).view(gradient.shape)
-
-    def add_back(self, weight: Tensor, small: Tensor, factor: float) -> None:
-        # `put_` on a transposed weight works too, a flat view of it would not
-        weight.put_(self.indices, small.to(weight.dtype) * factor, accumulate=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class Everything:
-    """The whole matrix."""
-
-    def project(self, gradient: Tensor) -> Tensor:
-        return gradient
-
-    def residual(self, gradient: Tensor, small: Tensor) -> Tensor:
-        return torch.zeros_like(gradient)
-
-    def add_back(self, weight: Tensor, small: Tensor, factor: float) -> None:
-        weight.add_(small, alpha=factor)
-
-
-def drawn_space(projection: Projection, seed: int, like: Tensor) -> Space:
-    """The space that ``seed`` stands for: Gaussian with variance ``1/rank``, some columns, or some entries.
-
-    On ``like``'s device and, if Gaussian, in its dtype.
-    """
+def drawn_space(projection: Projection, seed: int, like: Tensor) -> Basis:
+    """The Gaussian space with variance ``1/rank`` that ``seed`` stands for, on ``like``'s device and in its dtype."""
     generator = torch.Generator(like.device).manual_seed(seed)
-    if projection.kind == "columns":
-        order = torch.randperm(projection.shape[1], generator=generator, device=like.device)
-        return Columns(order[: projection.rank].sort().values)
-    if projection.kind == "random-k":
-        return Entries(_spread_entries(projection, generator, like.device))
     parts: dict[str, Tensor] = {
         name: torch.randn(shape, generator=generator, device=like.device, dtype=like.dtype) * projection.rank**-0.5
         for name, shape in projection.basis_shapes.items()
     }
     return Basis(parts.get("left"), parts.get("right"))
-
-
-def _spread_entries(projection: Projection, generator: torch.Generator, device: torch.device) -> Tensor:
-    """One entry from each of ``rank`` intervals of nearly equal length: distinct, sorted, each as likely as any other up to
-    rounding. A permutation of all entries would take longer than the rest of the step.
-    """
-    whole, count = projection.shape[0] * projection.shape[1], projection.rank
-    if count == 0:
-        return torch.empty(0, dtype=torch.int64, device=device)
-    ends = torch.arange(count + 1, device=device) * whole // count
-    heights = torch.rand(count, generator=generator, device=device, dtype=torch.float64)
-    return ends[:-1] + (heights * (ends[1:] - ends[:-1])).long()
 
 
 def new_basis(projection: Projection, gradient: Tensor, seed: int, *, exact: bool) -> Basis | None:
@@ -240,19 +160,6 @@ def random_basis(projection: Projection, like: Tensor, generator: torch.Generato
     left = draw(projection.shape[0]) if "left" in projection.basis_shapes else None
     right = draw(projection.shape[1]).t().contiguous() if "right" in projection.basis_shapes else None
     return Basis(left, right)
-
-
-def turn_moments(old: Basis, new: Basis, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Both moments read in the new space: the first exactly (what of it lies there), the second as if its entries were
-    uncorrelated, so that it stays positive.
-    """
-    if old.left is not None and new.left is not None:
-        turn = (new.left.t() @ old.left).to(first.dtype)
-        first, second = turn @ first, turn.square() @ second
-    if old.right is not None and new.right is not None:
-        turn = (old.right @ new.right.t()).to(first.dtype)
-        first, second = first @ turn, second @ turn.square()
-    return first, second
 
 
 def draw_seed(seed: int, place: int, step: int) -> int:
@@ -289,3 +196,61 @@ def is_active(config: FrugalConfig, all_turns: list[int | None], place: int, ste
     """Whether it is the turn of the matrix at ``place``, by :func:`turns`, at ``step``."""
     last = max((turn for turn in all_turns if turn is not None), default=0)
     return all_turns[place] == step // config.update_proj_gap % (last + 1)
+
+
+# -- singular vectors ---------------------------------------------------------------------------------------------------
+
+Vectors = tuple[Tensor | None, Tensor | None]
+
+
+def leading_vectors(
+    matrix: Tensor, rank: int, side: str, *, exact: bool = False, generator: torch.Generator | None = None
+) -> Vectors | None:
+    """The ``rank`` leading left and right singular vectors (None for one that ``side``, left, right or full, leaves out).
+
+    The randomised way (Halko et al., 2011), or if that fails or ``exact`` is asked for, LAPACK's gesdd (cuSOLVER's default on
+    CUDA). None if no finite numbers can be had. ``generator`` is on the matrix's device. The result has the matrix's dtype,
+    but at least float32.
+    """
+    matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    ways: list[Callable[[], Vectors]] = [] if exact else [lambda: _randomised(matrix, rank, side, generator)]
+    for way in (*ways, lambda: _of(torch.linalg.svd(matrix, full_matrices=False), rank, side)):
+        try:
+            vectors = way()
+        except torch.linalg.LinAlgError as error:
+            logger.debug("Singular vectors of a %s gradient: %s", tuple(matrix.shape), error)
+            continue
+        # One value is read on the host, and only where a projection is made: CUDA may return NaN where LAPACK raises.
+        if all(bool(found.isfinite().all()) for found in vectors if found is not None):
+            return vectors
+    return None
+
+
+def _of(decomposed: tuple[Tensor, Tensor, Tensor], rank: int, side: str) -> Vectors:
+    left, _, right = decomposed
+    # Copies: a slice would keep all vectors alive.
+    return (
+        left[:, :rank].clone(memory_format=torch.contiguous_format) if side != "right" else None,
+        right[:rank].clone(memory_format=torch.contiguous_format) if side != "left" else None,
+    )
+
+
+def _randomised(matrix: Tensor, rank: int, side: str, generator: torch.Generator | None) -> Vectors:
+    if side == "right":
+        right, _ = _randomised(matrix.t(), rank, "left", generator)
+        return None, None if right is None else right.t().contiguous()
+    drawn = min(rank + _OVERSAMPLE, *matrix.shape)
+    start = torch.randn(matrix.shape[1], drawn, generator=generator, device=matrix.device, dtype=matrix.dtype)
+    basis = torch.linalg.qr(matrix @ start).Q
+    for _ in range(_POWER_ITERATIONS):
+        basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.t() @ basis).Q).Q
+    small = basis.t() @ matrix  # [drawn, n]
+    turn = torch.linalg.eigh((small @ small.t()).double()).eigenvectors.flip(1)[:, :rank].to(matrix.dtype)
+    left = basis @ turn
+    return left, _orthonormal((turn.t() @ small).t()).t().contiguous() if side == "full" else None
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    """The columns over their norms, made orthonormal where rounding has not left them so; directions are kept."""
+    found, triangle = torch.linalg.qr(columns)
+    return found * torch.where(triangle.diagonal() < 0, -1.0, 1.0).to(found)

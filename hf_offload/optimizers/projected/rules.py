@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_offload.optimizers.projected.config import ApolloConfig, FrugalConfig, GaLoreConfig
 from hf_offload.optimizers.projected.formats import StateFormat
-from hf_offload.optimizers.projected.projections import Space
+from hf_offload.optimizers.projected.projections import Basis
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 
@@ -84,7 +84,7 @@ def galore(
     weight: Tensor,
     gradient: Tensor,
     state: dict[str, Any],
-    space: Space,
+    space: Basis,
     hyper: Hyper,
     form: StateFormat,
     config: GaLoreConfig,
@@ -99,7 +99,7 @@ def frugal(
     weight: Tensor,
     gradient: Tensor,
     state: dict[str, Any],
-    space: Space | None,
+    space: Basis | None,
     hyper: Hyper,
     form: StateFormat,
     config: FrugalConfig,
@@ -121,7 +121,7 @@ def apollo(
     weight: Tensor,
     gradient: Tensor,
     state: dict[str, Any],
-    space: Space,
+    space: Basis,
     across: int,
     hyper: Hyper,
     form: StateFormat,

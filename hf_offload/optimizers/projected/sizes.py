@@ -1,22 +1,4 @@
-"""Bytes of an optimizer's state, computed from shapes.
-
-Against AdamW in bfloat16 (two moments, 2 bytes each), LLaMA shapes of the GaLore paper, all of it as this module counts:
-
-========================================================  =============  =============
-moments / projections / moments of embeddings and head    1B, rank 512   7B, rank 1024
-========================================================  =============  =============
-bfloat16 / float32 / bfloat16                             -54.5 %        -58.1 %
-bfloat16 / bfloat16 / bfloat16                            -61.1 %        -65.1 %
-8 bits / bfloat16 / bfloat16                              -72.2 %        -76.9 %
-8 bits / 8 bits / 8 bits                                  -80.2 %        -82.3 %
-8 bits / 8 bits / 8 bits, one scale for 2048              -80.5 %        -82.5 %
-========================================================  =============  =============
-
-The paper's -65.5 % is the second line of 7B but for 0.4; its -82.5 % is the last line of 7B: everything in 8 bits,
-projections, embeddings and head too. Its -63.3 % of total memory is that line with update in backward: weights 13.5 GB,
-state 4.7 GB, one gradient 0.3 GB and 2 GB of activations are 63.4 % less than the 55.9 GB of BF16 (two moments and all
-gradients).
-"""
+"""Bytes of an optimizer's state, computed from shapes."""
 
 from collections.abc import Iterable, Sequence
 from math import prod
