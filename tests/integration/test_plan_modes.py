@@ -40,7 +40,7 @@ SETTINGS = {
     "galore_8bit": [RANK],
     "apollo": [RANK],
     "apollo_mini": [{}],
-    "frugal": [{"density": 0.5, "update_proj_gap": 1}, {"density": 0.25, "projection": "columns"}],
+    "frugal": [{"density": 0.5, "update_proj_gap": 1}, {"density": 0.25, "projection": "svd"}],
     "lisa": [{"blocks_active": 1}, {}],
     "badam": [{}, {"master_weights": False}, {"order": "descending"}],
 }

@@ -302,8 +302,6 @@ class UpdateInBackward:
                 f"Update in backward takes a gradient before it is averaged over {distributed.get_world_size()} processes: "
                 "use one process, or update in step()."
             )
-        if optimizer.in_backward:
-            raise OffloadConfigError("This optimizer already updates in backward.")
         self._optimizer = optimizer
         self._updated: set[Tensor] = set()
         self._handles: list[Any] = [optimizer.register_step_post_hook(lambda *_: self._updated.clear())]
