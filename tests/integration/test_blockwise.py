@@ -101,20 +101,6 @@ def test_the_trainer_resumes_bit_for_bit(config, tmp_path):
     assert any(not torch.equal(tensor, before[name]) for name, tensor in weights(model).items())
 
 
-def test_the_trainer_builds_it_from_a_class(tmp_path):
-    model = tiny_model("llama")
-    trainer = Trainer(
-        model,
-        TrainingArguments(output_dir=str(tmp_path), max_steps=3, report_to=[], use_cpu=True, disable_tqdm=True),
-        train_dataset=ExampleDataset("llama", 16),
-        optimizer_cls_and_kwargs=(BlockwiseOptimizer, {"module": model, "config": BADAM, "lr": 1e-3}),
-    )
-    trainer.train()
-    assert trainer.optimizer.optimizer.turn == 3
-    assert {group["weight_decay"] for group in trainer.optimizer.param_groups} == {0.0}
-    assert len(trainer.optimizer.param_groups) == 2
-
-
 def test_a_compiled_model_is_compiled_once_for_each_set_of_blocks():
     def run(backend):
         model = tiny_model("llama", dropout=0.0)
@@ -264,21 +250,8 @@ def replicated(rank, folder):
             _replicated(rank, config, before)
 
 
-def replicated_frozen_gradients(rank, folder):
-    model = tiny_model("llama", dropout=0.0)
-    optimizer = build(model)
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    for step in range(5):
-        wrapped(**tiny_batch("llama", seed=step)).loss.backward()
-        with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
-        assert with_gradient == {name for name, p in model.named_parameters() if p.requires_grad}
-        assert all(name.startswith(optimizer.active[0]) for name in with_gradient)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def replicated_without_unused(rank, folder):
-    for options in ({}, {"static_graph": True}, {"static_graph": True, "find_unused_parameters": True}):
+    for options in ({"static_graph": True}, {"static_graph": True, "find_unused_parameters": True}):
         model = tiny_model("llama", dropout=0.0)
         optimizer = build(model)
         wrapped = DistributedDataParallel(model, **options)
@@ -356,7 +329,6 @@ def accelerated(rank, folder):
 
 WORKS = (
     replicated,
-    replicated_frozen_gradients,
     replicated_without_unused,
     replicated_too_late,
     sharded,

