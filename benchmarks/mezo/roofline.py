@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from benchmarks.large.shape import Shape
 from benchmarks.roofline import drive_rates, median_s, print_measured, seconds_in_memory
-from hf_offload.optimizers.mezo.directions import BACK, MINUS, PLUS, Move, Shift, Update, make_moves, memory_for
+from hf_offload.methods.mezo.directions import BACK, MINUS, PLUS, Move, Shift, Update, make_moves, memory_for
 
 _DRAWN = 1 << 24
 

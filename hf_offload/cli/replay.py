@@ -26,7 +26,7 @@ def replay(
     with clear_errors():
         check_output_folder(target, "--output")
         with loading_torch():
-            from hf_offload.optimizers.mezo import MezoLog
+            from hf_offload.methods.mezo import MezoLog
             from hf_offload.training.replayed import rebuild
 
         found = MezoLog.load(log)

@@ -15,7 +15,7 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_offload.optimizers.mezo import LOG_FILE
+from hf_offload.methods.mezo import LOG_FILE
 from hf_offload.snapshots.disk import RECORD_FILE, read_record
 from hf_offload.snapshots.restoring import damage_on_disk
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, attach
-from hf_offload.optimizers.mezo import MeZO, MezoLog, replay
+from hf_offload.methods.mezo import MeZO, MezoLog, replay
 from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
 
 STEPS = 12

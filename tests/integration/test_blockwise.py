@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
 from hf_offload import OffloadConfig, OffloadConfigError, attach, offload_activations
-from hf_offload.optimizers.blockwise import BlockwiseConfig, BlockwiseOptimizer, release
+from hf_offload.methods.blockwise import BlockwiseConfig, BlockwiseOptimizer, release
 from tests.helpers.gloo_processes import assert_done, run_in_processes
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 from tests.helpers.train import assert_same

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from transformers import HfArgumentParser, Trainer, TrainerCallback
 
 from hf_offload import OffloadConfigError, OffloadTrainingArguments
-from hf_offload.optimizers.blockwise import BlockwiseOptimizer
-from hf_offload.optimizers.projected import GaLoreConfig, ProjectedAdamW
+from hf_offload.methods.blockwise import BlockwiseOptimizer
+from hf_offload.methods.projected import GaLoreConfig, ProjectedAdamW
 from hf_offload.settings.memory_modes import MODES, memory_mode
 from hf_offload.state.registry import parked_of
 from tests.helpers.loaded_processes import run_python

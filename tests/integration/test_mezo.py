@@ -19,7 +19,7 @@ from hf_offload.cli.main import app
 from hf_offload.integrations.accelerate import attached_accelerators
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
 from hf_offload.integrations.two_losses import mezo_of
-from hf_offload.optimizers.mezo import LOG_FILE, MezoLog, replay
+from hf_offload.methods.mezo import LOG_FILE, MezoLog, replay
 from hf_offload.run import switch_on
 from hf_offload.session import attached_session
 from hf_offload.settings.environment import variables_for

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_offload import OffloadConfig, attach
 from hf_offload.errors import OffloadError
-from hf_offload.optimizers.mezo import MeZO
+from hf_offload.methods.mezo import MeZO
 from hf_offload.session import attached_session
 from hf_offload.storage.store import whole_pages
 from hf_offload.structure.units import find_blocks
@@ -21,7 +21,7 @@ from tests.numerics.test_mezo import ReferenceMeZO
 
 STEPS = 4
 SETTINGS = {"eps": 1e-2, "lr": 1e-2, "weight_decay": 0.1}
-LOGGER = "hf_offload.optimizers.mezo.blocks"
+LOGGER = "hf_offload.methods.mezo.blocks"
 ONCE, TWICE = "with one visit to each block", "in two passes"
 
 

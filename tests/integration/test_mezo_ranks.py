@@ -11,7 +11,7 @@ from transformers import Trainer
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadPlugin, OffloadTrainingArguments, attach
 from hf_offload.integrations.two_losses import mezo_of
-from hf_offload.optimizers.mezo import LOG_FILE, MeZO, MezoLog, replay
+from hf_offload.methods.mezo import LOG_FILE, MeZO, MezoLog, replay
 from tests.helpers.gloo_processes import assert_done, run_in_processes
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 from tests.helpers.train import same

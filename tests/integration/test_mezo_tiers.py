@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadConfig, attach
-from hf_offload.optimizers.mezo import MeZO
+from hf_offload.methods.mezo import MeZO
 from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
 from tests.helpers.train import assert_same
 

@@ -15,8 +15,8 @@ from hf_offload.cli.main import app
 from hf_offload.forecast.compare_modes import compare_modes
 from hf_offload.forecast.forecast import make_forecast
 from hf_offload.forecast.workload import Workload, count_workload
-from hf_offload.memory_modes.blockwise import Blockwise
-from hf_offload.optimizers.blockwise import BlockwiseConfig, deepest_turn
+from hf_offload.methods.blockwise import BlockwiseConfig, deepest_turn
+from hf_offload.methods.blockwise.mode import Blockwise
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.holding import Held, hold, least_weights, moved_bytes
 from hf_offload.planning.unit_weights import unit_weights

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_offload import OffloadConfigError
-from hf_offload.optimizers.blockwise import BlockwiseConfig, BlockwiseOptimizer, peak_bytes, release
+from hf_offload.methods.blockwise import BlockwiseConfig, BlockwiseOptimizer, peak_bytes, release
 from tests.helpers.activation_heavy_models import VOCABULARY, build
 from tests.helpers.tiny_models import tiny_model, weights
 from tests.helpers.train import assert_same, saved_and_loaded, take_steps

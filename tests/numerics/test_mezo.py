@@ -12,8 +12,8 @@ from torch import nn
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, attach
 from hf_offload.errors import StorageError
-from hf_offload.optimizers.mezo import MeZO, MezoLog, replay, trajectory
-from hf_offload.optimizers.mezo.directions import checksum
+from hf_offload.methods.mezo import MeZO, MezoLog, replay, trajectory
+from hf_offload.methods.mezo.directions import checksum
 from tests.helpers.live_bytes import peak_live_bytes
 from tests.helpers.tables import rows
 from tests.helpers.tiny_models import tiny_batch, tiny_model, weights

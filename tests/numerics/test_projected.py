@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.projected import ApolloConfig, FrugalConfig, GaLoreConfig, ProjectedAdamW
-from hf_offload.optimizers.projected import projections as spaces
-from hf_offload.optimizers.projected.projections import leading_vectors
+from hf_offload.methods.projected import ApolloConfig, FrugalConfig, GaLoreConfig, ProjectedAdamW
+from hf_offload.methods.projected import projections as spaces
+from hf_offload.methods.projected.projections import leading_vectors
 from tests.helpers.train import saved_and_loaded
 
 SHAPES = {"tall": (24, 16), "wide": (16, 24), "square": (16, 16)}

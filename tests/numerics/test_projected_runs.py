@@ -12,8 +12,8 @@ from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.param_groups import param_groups
-from hf_offload.optimizers.projected import (
+from hf_offload.methods.param_groups import param_groups
+from hf_offload.methods.projected import (
     ApolloConfig,
     FrugalConfig,
     GaLoreConfig,
@@ -21,7 +21,7 @@ from hf_offload.optimizers.projected import (
     UpdateInBackward,
     state_bytes,
 )
-from hf_offload.optimizers.projected.sizes import adamw_bytes
+from hf_offload.methods.projected.sizes import adamw_bytes
 from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
 
 SHARED = {"update_proj_gap": 5}
