@@ -265,28 +265,6 @@ def test_what_the_user_freezes_later_stays_frozen():
     assert trained(model) == {f"{LAYERS[0]}.{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")}
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_reentrant_checkpointing_that_gives_no_gradients_is_told_once(caplog):
-    model = model_of_four()
-    switch_on_checkpointing(model, {"use_reentrant": True})
-    model.disable_input_require_grads()  # transformers switches them on with checkpointing
-    model.lm_head.requires_grad_(False)
-    head = torch.nn.Parameter(torch.zeros(1))  # so that there is a backward at all
-    optimizer = BlockwiseOptimizer(
-        model.parameters(), model, BlockwiseConfig(order="ascending", outside="never", switch_every=1), lr=1e-2
-    )
-    before = weights(model)
-    for step in range(3):
-        (model(**batch(step)).loss + head.sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_same(weights(model), before)
-    assert [record.getMessage() for record in caplog.records if "use_reentrant=False" in record.getMessage()] == [
-        f"No parameter that trains now has a gradient ({LAYERS[0]}), so nothing is updated. Reentrant activation "
-        "checkpointing gives none to a block whose input needs none: set use_reentrant=False."
-    ]
-
-
 def switch_on_checkpointing(model, *options):
     """transformers has renamed it, and warns about the older name."""
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")

@@ -7,7 +7,6 @@ Note: turns
 """
 
 import dataclasses
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -22,8 +21,6 @@ from hf_offload.methods.blockwise.freezing import BeforeForward, freeze, is_wait
 from hf_offload.methods.blockwise.schedule import HALF, BlockwiseConfig, Schedule, find_trainable_units
 from hf_offload.settings.load import collect_errors
 from hf_offload.state.shadow import Shadow
-
-logger = logging.getLogger(__name__)
 
 # In a state dict, in addition to torch's own "state" and "param_groups".
 _KEY = "blockwise"
@@ -94,7 +91,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._masters: dict[str, Tensor] = {}
         # Parameters whose state may have another device or dtype than they need: it was loaded, or has waited.
         self._foreign: set[str] = set()
-        self._applied = self._warned = False
+        self._applied = False
         self._seen: DistributedDataParallel | None = None
         self.model_ref = weakref.ref(module)
         self._hook = module.register_forward_pre_hook(BeforeForward(self._before_forward))
@@ -208,7 +205,6 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     def _update(self) -> None:
         """A step of the inner optimizer's class, with the parameters of this turn."""
-        self._check_gradients()
         names = iter(self._names)
         groups, inside = [], []
         stepped: dict[str, Tensor] = {}
@@ -245,15 +241,6 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         master.grad = None if parameter.grad is None else parameter.grad.to(torch.float32)
         self._masters[name] = master
         return master
-
-    def _check_gradients(self) -> None:
-        if not self._warned and all(p.grad is None for name, p in self._named() if name in self._trains):
-            self._warned = True
-            logger.warning(
-                "No parameter that trains now has a gradient (%s), so nothing is updated. Reentrant activation checkpointing "
-                "gives none to a block whose input needs none: set use_reentrant=False.",
-                ", ".join(self._active),
-            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._names:
