@@ -122,6 +122,17 @@ def test_loading_keeps_the_dtypes_of_the_state():
             assert state.get("right", one).dtype == torch.bfloat16
 
 
+def test_a_loaded_state_is_no_alias():
+    run = Run(METHODS["galore"])
+    run.train(0, 1)
+    other = Run(METHODS["galore"])
+    other.optimizer.load_state_dict(run.optimizer.state_dict())
+    before = run.tensors()
+    kept = [value.clone() for value in before]
+    other.train(0, 1)
+    assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
+
+
 def test_a_copied_optimizer_goes_on_with_the_same_bits():
     run = Run(METHODS["galore"])
     run.train(0, 3)
