@@ -10,9 +10,7 @@ from hf_offload.settings.outputs import check_output_folder
 
 
 def replay(
-    log: Annotated[
-        Path, typer.Argument(metavar="LOG", help="A checkpoint of MeZO's, or its mezo_log.safetensors alone.")
-    ],
+    log: Annotated[Path, typer.Argument(metavar="LOG", help="A checkpoint of MeZO's, or its mezo_log.json.gz alone.")],
     initial: Annotated[
         str,
         typer.Argument(metavar="INITIAL", help="The weights training began with: a folder, or a model of the hub."),

@@ -1,13 +1,14 @@
 """MeZO: its bits next to those of a second implementation, its log, and what it refuses."""
 
 import copy
+import gzip
+import json
 import pickle
 import random
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save
 from torch import nn
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, attach
@@ -323,8 +324,8 @@ def test_the_log_gives_every_step_and_survives_files(restore, tmp_path):
     for step in range(STEPS):
         run(model, optimizer, step, 1)
         after.append(weights(model))
-    optimizer.save_log(tmp_path / "log.safetensors")
-    log = MezoLog.load(tmp_path / "log.safetensors")
+    optimizer.save_log(tmp_path / "log")
+    log = MezoLog.load(tmp_path / "log")
     assert log.rows == optimizer.log.rows
     assert log.setup == optimizer.log.setup
     for count in (1, 3, STEPS):
@@ -360,27 +361,20 @@ def test_a_weight_that_forwards_change_trains_like_the_reference_and_its_log_say
 def test_a_damaged_log_is_noticed_whatever_is_missing_or_changed(tmp_path):
     model, optimizer = made()
     run(model, optimizer, steps=2)
-    path = tmp_path / "mezo_log.safetensors"
+    path = tmp_path / "log"
     optimizer.save_log(path)
-    tensors = load_file(path)
-    setup = tensors["setup"].clone()
-    setup[3] += 1
-    damaged = [
-        *({key: one for key, one in tensors.items() if key != name} for name in tensors if name != "digest"),
-        *(tensors | {name: one[..., :0].contiguous()} for name, one in tensors.items()),
-        tensors | {"seeds": tensors["seeds"].double()},
-        tensors | {"setup": setup},
-    ]
-    for content in map(save, damaged):
+    whole = path.read_bytes()
+    values = json.loads(gzip.decompress(whole))
+    missing = [{key: one for key, one in values.items() if key != name} for name in values]
+    damaged = [bytes([*whole[:place], whole[place] ^ 1, *whole[place + 1 :]]) for place in range(10, len(whole), 50)]
+    damaged += [whole[:-9], b"", *(gzip.compress(json.dumps(each).encode()) for each in missing)]
+    for content in damaged:
         path.write_bytes(content)
-        with pytest.raises(OffloadConfigError, match=r"mezo_log.safetensors is damaged, or another version"):
+        with pytest.raises(OffloadConfigError, match=r"log is damaged, or no log of MeZO"):
             MezoLog.load(path)
-    state = {"mezo": torch.frombuffer(bytearray(content), dtype=torch.uint8)}
+    state = {"mezo": torch.frombuffer(bytearray(damaged[0]), dtype=torch.uint8)}
     with pytest.raises(OffloadConfigError, match="This state of MeZO is damaged"):
         optimizer.load_state_dict(optimizer.state_dict() | state)
-    path.write_bytes(save({name: one for name, one in tensors.items() if name != "digest"}))
-    with pytest.raises(OffloadConfigError, match=r"cannot be read as a log of MeZO"):
-        MezoLog.load(path)
 
 
 @pytest.mark.parametrize(

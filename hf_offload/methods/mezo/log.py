@@ -1,15 +1,16 @@
 """What each step of MeZO was, and its replay: with the weights at the beginning, a log gives those of any step."""
 
 import dataclasses
+import gzip
 import json
 import math
 import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-import xxhash
 from torch import Tensor
 
 from hf_offload.errors import OffloadConfigError, OffloadError
@@ -26,11 +27,10 @@ from hf_offload.methods.mezo.directions import (
     memory_for,
 )
 
-LOG_FILE = "mezo_log.safetensors"
+LOG_FILE = "mezo_log.json.gz"
 """Its name in a checkpoint."""
 
 _KEY = "mezo"
-_TABLES = ("rates", "decays")
 
 
 class Row(NamedTuple):
@@ -64,7 +64,6 @@ class Setup:
     Attributes:
         names, shapes, dtypes: Of the weights, in the order in which directions are drawn.
         groups: The parameter group of each.
-        group_count: How many groups there are; some may be empty.
         eps, restore, seed: Settings of the optimizer.
         device: ``cpu``, ``cuda`` ...: each draws other numbers.
     """
@@ -73,19 +72,10 @@ class Setup:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     groups: tuple[int, ...]
-    group_count: int
     eps: float
     restore: str
     seed: int
     device: str
-
-    @classmethod
-    def from_text(cls, text: str) -> Self:
-        """Of JSON."""
-        found: dict[str, Any] = json.loads(text)
-        found["shapes"] = [tuple(shape) for shape in found["shapes"]]
-        values: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in found.items()}
-        return cls(**values)
 
     def check(self, saved: "Setup") -> None:
         """Raise :class:`~hf_offload.errors.OffloadConfigError` unless ``saved`` is the same."""
@@ -126,48 +116,31 @@ class MezoLog:
     # -- in a state dict, and in a file ---------------------------------------------------------------------------------
 
     def to_bytes(self) -> bytes:
-        """As a file of safetensors: ``setup`` as JSON, ``seeds`` and ``gradients`` ``[steps]``, ``rates`` and ``decays``
-        ``[steps or 1, groups or 1]``, 1 where all are the same, ``initial`` and ``final`` ``[weights or 0]``, and ``digest``.
-        """
-        from safetensors.torch import save
-
-        numbers = {"seeds": [row.seed for row in self.rows], "initial": self.initial, "final": self.final}
-        tensors = {
-            **{name: torch.tensor(values, dtype=torch.int64, device="cpu") for name, values in numbers.items()},
-            "gradients": torch.tensor([row.gradient for row in self.rows], dtype=torch.float64, device="cpu"),
-            **{name: _narrow([getattr(row, name) for row in self.rows]) for name in _TABLES},
-            "setup": _bytes(json.dumps(dataclasses.asdict(self.setup)).encode()),
+        """As JSON, compressed."""
+        values = {
+            "setup": dataclasses.asdict(self.setup),
+            "rows": self.rows,
+            "initial": self.initial,
+            "final": self.final,
         }
-        return save(tensors | {"digest": _bytes(_digest(tensors))})
+        return gzip.compress(json.dumps(values).encode(), mtime=0)
 
     @classmethod
     def from_bytes(cls, content: bytes, what: str) -> Self:
         """What :meth:`to_bytes` gave, which is called ``what``."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load
-
         try:
-            tensors = load(content)
-            digest = tensors.pop("digest").numpy().tobytes()
-        except (SafetensorError, KeyError) as error:
+            values = json.loads(gzip.decompress(content))
+            setup = Setup(**{name: _tuples(value) for name, value in values["setup"].items()})
+            rows = [Row(*map(_tuples, row)) for row in values["rows"]]
+            return cls(setup, rows, _tuples(values["initial"]), _tuples(values["final"]))
+        except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
             raise OffloadConfigError(
-                f"{what} cannot be read as a log of MeZO ({error!r}): give a {LOG_FILE}, or a checkpoint that has one."
+                f"{what} is damaged, or no log of MeZO ({error}): give a {LOG_FILE}, or a checkpoint that has one."
             ) from error
-        if digest != _digest(tensors):
-            raise OffloadConfigError(
-                f"{what} is damaged, or another version of hf_offload has written it: take that of another checkpoint."
-            )
-        setup = Setup.from_text(tensors["setup"].numpy().tobytes().decode())
-        seeds, gradients, initial, final = (
-            tensors[name].tolist() for name in ("seeds", "gradients", "initial", "final")
-        )
-        tables = [_widen(tensors[name], len(seeds), setup.group_count) for name in _TABLES]
-        rows = [Row(*row) for row in zip(seeds, gradients, *tables, strict=True)]
-        return cls(setup, rows, tuple(initial), tuple(final))
 
     def state(self) -> dict[str, Any]:
         """For a state dict of an optimizer, which loads with ``weights_only=True``."""
-        return {_KEY: _bytes(self.to_bytes())}
+        return {_KEY: torch.frombuffer(bytearray(self.to_bytes()), dtype=torch.uint8)}
 
     @classmethod
     def from_state(cls, state_dict: Mapping[str, Any]) -> Self:
@@ -179,8 +152,10 @@ class MezoLog:
         return cls.from_bytes(state_dict[_KEY].cpu().numpy().tobytes(), "This state of MeZO")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a safetensors file."""
-        Path(path).write_bytes(self.to_bytes())
+        """Write it to a file, whole or not at all."""
+        part = Path(f"{os.fspath(path)}.part")
+        part.write_bytes(self.to_bytes())
+        part.replace(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -197,33 +172,8 @@ class MezoLog:
         return cls.from_bytes(content, str(file))
 
 
-def _bytes(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> bytes:
-    """Of all that a log holds."""
-    found = xxhash.xxh3_128()
-    for name, one in sorted(tensors.items()):
-        found.update(f"{name} {one.dtype} {tuple(one.shape)}".encode())
-        found.update(one.contiguous().numpy().data)
-    return found.digest()
-
-
-def _narrow(table: Sequence[Sequence[float]]) -> Tensor:
-    width = len(table[0]) if table else 1
-    found = torch.tensor(table, dtype=torch.float64, device="cpu").reshape(len(table), width)
-    for dim in (0, 1):
-        first = found.narrow(dim, 0, min(1, found.shape[dim]))
-        if (found == first).all():
-            found = first
-    return found.contiguous()
-
-
-def _widen(table: Tensor, count: int, groups: int) -> list[tuple[float, ...]]:
-    if not count:
-        return []
-    return [tuple(row) for row in table.cpu().expand(count, groups).tolist()]
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 # -- replay -------------------------------------------------------------------------------------------------------------

@@ -92,7 +92,6 @@ class MeZO(Optimizer):
             shapes=tuple(tuple(one.shape) for one in self._weights.values()),
             dtypes=tuple(str(one.dtype) for one in self._weights.values()),
             groups=tuple(group_of[one] for one in self._weights.values()),
-            group_count=len(self.param_groups),
             eps=float(eps),
             restore=restore,
             seed=seed,
@@ -231,7 +230,7 @@ class MeZO(Optimizer):
         super().add_param_group(param_group)
 
     def save_log(self, path: Any) -> None:
-        """Write the log to a safetensors file, with checksums of the weights as they are now."""
+        """Write the log to a file, with checksums of the weights as they are now."""
         self._log_with_sums().save(path)
 
     def load_log(self, log: MezoLog) -> None:
