@@ -10,13 +10,14 @@ from transformers import Trainer, TrainingArguments
 
 from hf_offload import OffloadConfig, OffloadConfigError, attach, offload_activations
 from hf_offload.methods.blockwise import BlockwiseConfig, BlockwiseOptimizer, release
+from tests.helpers.blockwise import badam, lisa
 from tests.helpers.gloo_processes import assert_done, run_in_processes
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 from tests.helpers.train import assert_same
 
 PROCESSES = 2
-BADAM = BlockwiseConfig.badam(switch_every=1, seed=1)
-LISA = BlockwiseConfig.lisa(blocks_active=1, switch_every=2, seed=1)
+BADAM = badam(switch_every=1, seed=1)
+LISA = lisa(blocks_active=1, switch_every=2, seed=1)
 CONFIGS = pytest.mark.parametrize("config", [BADAM, LISA], ids=["badam", "lisa"])
 
 
@@ -258,7 +259,7 @@ def replicated_without_unused(rank, folder):
         with pytest.raises(OffloadConfigError, match="find_unused_parameters=True"):
             train_part(wrapped, optimizer, rank, 0)
     model = tiny_model("llama", dropout=0.0)
-    config = BlockwiseConfig.lisa(blocks_active=2, switch_every=1)
+    config = lisa(blocks_active=2, switch_every=1)
     optimizer = build(model, config, eps=1e-3)
     wrapped = DistributedDataParallel(model)  # everything trains in every turn: nothing is unused
     for step in range(3):

@@ -12,6 +12,7 @@ import torch
 from hf_offload import OffloadConfigError
 from hf_offload.methods.blockwise import BlockwiseConfig, BlockwiseOptimizer, peak_bytes, release
 from tests.helpers.activation_heavy_models import VOCABULARY, build
+from tests.helpers.blockwise import badam, lisa
 from tests.helpers.tiny_models import tiny_model, weights
 from tests.helpers.train import assert_same, saved_and_loaded, take_steps
 
@@ -160,14 +161,14 @@ def test_orders(order, outside, expected):
 
 
 def test_a_random_order_visits_every_block_once_each_time_round():
-    found = turns(BlockwiseConfig.badam(switch_every=1), 5 * 7)
+    found = turns(badam(switch_every=1), 5 * 7)
     rounds = [found[start : start + 7] for start in range(0, 35, 7)]
     assert all(sorted(one) == sorted((name,) for name in LAYERS + SIDES) for one in rounds)
     assert len({tuple(one) for one in rounds}) == 5
 
 
 def test_lisa_draws_each_block_as_often_as_the_others():
-    found = turns(BlockwiseConfig.lisa(blocks_active=2, switch_every=1), 400)
+    found = turns(lisa(blocks_active=2, switch_every=1), 400)
     assert all(set(SIDES) < set(one) and len(set(one)) == 5 for one in found)
     counts = collections.Counter(name for one in found for name in one if name not in SIDES)
     # 400 draws of 2 among 4: 200 visits each, with a standard deviation of 10
@@ -177,16 +178,16 @@ def test_lisa_draws_each_block_as_often_as_the_others():
 
 
 def test_draws_depend_on_the_seed_and_on_nothing_else():
-    first = turns(BlockwiseConfig.lisa(blocks_active=2, switch_every=1, seed=3), 12)
+    first = turns(lisa(blocks_active=2, switch_every=1, seed=3), 12)
     torch.manual_seed(99)
-    assert turns(BlockwiseConfig.lisa(blocks_active=2, switch_every=1, seed=3), 12) == first
-    assert turns(BlockwiseConfig.lisa(blocks_active=2, switch_every=1, seed=4), 12) != first
+    assert turns(lisa(blocks_active=2, switch_every=1, seed=3), 12) == first
+    assert turns(lisa(blocks_active=2, switch_every=1, seed=4), 12) != first
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "vit"])
 def test_every_parameter_trains_in_some_turn(name):
     model = tiny_model(name)
-    optimizer = BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.badam(switch_every=1), lr=1e-2)
+    optimizer = BlockwiseOptimizer(model.parameters(), model, badam(switch_every=1), lr=1e-2)
     before = weights(model)
     visited = collections.Counter()
     for _ in range(optimizer.cycle):
@@ -234,7 +235,7 @@ def test_what_the_user_froze_stays_frozen():
     model.model.layers[2].mlp.requires_grad_(False)
     mine = trained(model)
     before = weights(model)
-    optimizer = BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.badam(switch_every=1), lr=1e-2)
+    optimizer = BlockwiseOptimizer(model.parameters(), model, badam(switch_every=1), lr=1e-2)
     visited = set()
     for _ in range(12):
         model(**batch(0)).loss.backward()
@@ -366,8 +367,8 @@ class Watched(torch.optim.AdamW):
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [
-        (BlockwiseConfig.lisa(blocks_active=2, switch_every=1), torch.bfloat16),
-        (BlockwiseConfig.badam(switch_every=1), torch.float32),
+        (lisa(blocks_active=2, switch_every=1), torch.bfloat16),
+        (badam(switch_every=1), torch.float32),
         (BlockwiseConfig(blocks_active=2, order="descending", outside="never", switch_every=1), torch.bfloat16),
         (BlockwiseConfig(order=[LAYERS[1]], outside="never", switch_every=1, master_weights=False), torch.bfloat16),
     ],
@@ -397,8 +398,8 @@ def test_the_closed_form_is_the_largest_of_what_there_is(config, dtype, monkeypa
 # -- saving -----------------------------------------------------------------------------------------------------------
 
 
-LISA = BlockwiseConfig.lisa(blocks_active=2, switch_every=3)
-BADAM = BlockwiseConfig.badam(switch_every=3)
+LISA = lisa(blocks_active=2, switch_every=3)
+BADAM = badam(switch_every=3)
 KEPT = BlockwiseConfig(order="ascending", switch_every=1, inactive_state="keep", outside="turns")
 
 
@@ -442,14 +443,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(config, dtype, schedule):
 
 def test_a_state_that_does_not_fit_is_refused_with_all_differences():
     model = model_of_four()
-    optimizer = BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.lisa(switch_every=3), lr=1e-2)
+    optimizer = BlockwiseOptimizer(model.parameters(), model, lisa(switch_every=3), lr=1e-2)
     train(model, optimizer, 4)
     before = copy.deepcopy(optimizer.state_dict())
     other = model_of_four()
     other.model.layers[0].requires_grad_(False)
-    badam = BlockwiseOptimizer(other.parameters(), other, BlockwiseConfig.badam(switch_every=5), torch.optim.SGD, lr=1)
+    saved = BlockwiseOptimizer(other.parameters(), other, badam(switch_every=5), torch.optim.SGD, lr=1)
     with pytest.raises(OffloadConfigError) as error:
-        optimizer.load_state_dict(badam.state_dict())
+        optimizer.load_state_dict(saved.state_dict())
     for word in (
         "switch_every=5",
         "order='random'",
@@ -461,7 +462,7 @@ def test_a_state_that_does_not_fit_is_refused_with_all_differences():
         assert word in str(error.value), word
     headless = model_of_four()
     headless.lm_head.requires_grad_(False)
-    other = BlockwiseOptimizer(headless.parameters(), headless, BlockwiseConfig.lisa(switch_every=3), lr=1)
+    other = BlockwiseOptimizer(headless.parameters(), headless, lisa(switch_every=3), lr=1)
     with pytest.raises(OffloadConfigError, match=r"blocks=.*lm_head.* the same model, with the same parameters frozen"):
         other.load_state_dict(before)
     with pytest.raises(OffloadConfigError, match="not saved by a BlockwiseOptimizer"):
@@ -494,7 +495,7 @@ def test_a_step_that_the_scaler_skips_does_not_count():
 
 def test_a_copy_of_the_model_freezes_nothing():
     model = model_of_four()
-    optimizer = BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.badam(switch_every=1), lr=1e-2)
+    optimizer = BlockwiseOptimizer(model.parameters(), model, badam(switch_every=1), lr=1e-2)
     twin = copy.deepcopy(model)
     everything = trained(model)
     twin(**batch(0))
@@ -513,7 +514,7 @@ def test_adapters_take_turns_and_the_base_stays_frozen():
     )
     adapters = trained(model)
     assert all(".lora_" in name for name in adapters)
-    optimizer = BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.badam(switch_every=1), lr=1e-2)
+    optimizer = BlockwiseOptimizer(model.parameters(), model, badam(switch_every=1), lr=1e-2)
     visited = []
     for step in range(4):
         model(**batch(step)).loss.backward()
@@ -573,11 +574,11 @@ def test_a_model_without_blocks_is_refused():
 
 def test_a_second_optimizer_does_not_take_waiting_blocks_for_frozen_ones():
     model = model_of_four()
-    train(model, BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.badam(), lr=1), 1)
+    train(model, BlockwiseOptimizer(model.parameters(), model, badam(), lr=1), 1)
     with pytest.raises(OffloadConfigError, match="still wait for their turn in another"):
-        BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.badam(), lr=1)
+        BlockwiseOptimizer(model.parameters(), model, badam(), lr=1)
     release(model)
     assert trained(model) == under(model, "model", "lm_head")
-    optimizer = BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.badam(), lr=1)
+    optimizer = BlockwiseOptimizer(model.parameters(), model, badam(), lr=1)
     with pytest.raises(OffloadConfigError, match="give it all parameters at once"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})

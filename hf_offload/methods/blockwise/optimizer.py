@@ -33,7 +33,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     Example::
 
-        optimizer = BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.lisa(blocks_active=2), lr=1e-4)
+        optimizer = BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig(blocks_active=2), lr=1e-4)
 
     Turns end in :meth:`step`, after the update. Parameters that do not require gradients when the optimizer is built are the
     user's to freeze, and stay so. The first forward of ``module`` freezes those that wait (see the note in ``freezing.py``);

@@ -40,8 +40,6 @@ def _order(name: str, value: Any) -> str | tuple[str, ...]:
 class BlockwiseConfig:
     """Only a few of a model's repeated blocks train at a time; the others are frozen, and have neither gradients nor state.
 
-    :meth:`lisa` and :meth:`badam` are the published settings.
-
     Args:
         blocks_active: So many blocks train together.
         switch_every: Optimizer steps until others take their turn.
@@ -66,23 +64,6 @@ class BlockwiseConfig:
     seed: Annotated[Whole, Field(ge=-(2**63))] = 0
     master_weights: Flag = True
     inactive_state: Annotated[str, one_of(INACTIVE_STATE)] = "drop"
-
-    @classmethod
-    def lisa(cls, *, blocks_active: int = 2, switch_every: int = 20, seed: int = 0) -> "BlockwiseConfig":
-        """Embeddings, final norm and head always train, and a new random set of blocks each turn (arXiv 2403.17919)."""
-        return cls(blocks_active=blocks_active, switch_every=switch_every, order="draw", seed=seed)
-
-    @classmethod
-    def badam(
-        cls,
-        *,
-        switch_every: int = 100,
-        order: str | Sequence[str] = "random",
-        outside: str = "turns",
-        seed: int = 0,
-    ) -> "BlockwiseConfig":
-        """One block at a time, embeddings, final norm and head among them (arXiv 2404.02827)."""
-        return cls(switch_every=switch_every, order=order, outside=outside, seed=seed)
 
 
 @dataclasses.dataclass(frozen=True)
