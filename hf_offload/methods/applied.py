@@ -117,10 +117,6 @@ class AppliedMode:
         return made
 
     def _make(self, model: nn.Module, given: torch.optim.Optimizer, groups_of: dict[Any, Any]) -> torch.optim.Optimizer:
-        if self.mode.keeps_groups:
-            made = self.mode.optimizer_with(model, given.param_groups)
-            replace_optimizer(given, made, group_by_group=True)
-            return made
         decays = [group["weight_decay"] for group in given.param_groups]
 
         def weight_decay(parameter: nn.Parameter, usual: bool) -> float:
@@ -129,7 +125,8 @@ class AppliedMode:
             rate: float = max(decays) * usual if group is None else group["weight_decay"]
             return rate
 
-        options: dict[str, Any] = {key: given.param_groups[0][key] for key in SHARED}
+        first = given.param_groups[0]
+        options: dict[str, Any] = {key: first[key] for key in SHARED if key in first}
         if self.mode.takes_fused and all(group.get("fused") for group in given.param_groups):
             options["fused"] = True
         made = self.mode.optimizer(model, weight_decay=weight_decay, **options)
@@ -178,7 +175,7 @@ class AppliedMode:
                         raise OffloadConfigError(
                             f"memory_mode={self.name!r}: its optimizer has no {key}: leave it out."
                         )
-            for key in () if self.mode.keeps_groups else SHARED:
+            for key in SHARED:
                 with check:
                     if any(group.get(key) != groups[0].get(key) for group in groups):
                         raise OffloadConfigError(

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -53,8 +53,6 @@ class MemoryMode(abc.ABC):
         card_library: The library that loads the trained model, as the Hub names it.
         uses_gradients: There is a backward. Without one, nothing is saved, and the optimizer's step takes a closure.
         replaces: Optimizers of scripts that the mode's takes the place of.
-        keeps_groups: The optimizer has the groups of the one it replaces, each with its own learning rate
-            (:meth:`optimizer_with`). Others have one learning rate.
     """
 
     takes_fused: ClassVar[bool] = False
@@ -62,7 +60,6 @@ class MemoryMode(abc.ABC):
     card_library: ClassVar[str] = "transformers"
     uses_gradients: ClassVar[bool] = True
     replaces: ClassVar[tuple[type[torch.optim.Optimizer], ...]] = (torch.optim.AdamW, torch.optim.Adam)
-    keeps_groups: ClassVar[bool] = False
 
     @classmethod
     def setting_names(cls) -> list[str]:
@@ -92,12 +89,6 @@ class MemoryMode(abc.ABC):
         (:data:`~hf_offload.methods.param_groups.WeightDecay`): the groups of
         :func:`~hf_offload.methods.param_groups.decay_groups` have it.
         """
-
-    def optimizer_with(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
-        """The optimizer in place of one with these parameter ``groups``, for modes that keep them. Raises as
-        :meth:`prepare`.
-        """
-        raise NotImplementedError
 
     # -- training -------------------------------------------------------------------------------------------------------
 

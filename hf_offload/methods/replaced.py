@@ -6,7 +6,7 @@ Note: schedulers
 """
 
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -21,23 +21,13 @@ _MEMBERS = {"params", "param_names"}
 _ABSENT = object()
 
 
-def replace_optimizer(
-    given: torch.optim.Optimizer, made: torch.optim.Optimizer, *, group_by_group: bool = False
-) -> None:
+def replace_optimizer(given: torch.optim.Optimizer, made: torch.optim.Optimizer) -> None:
     """Let the schedulers of ``given`` set the learning rate of ``made``, and all methods of ``given`` raise.
 
     What schedulers keep in the groups of ``given``, such as ``initial_lr``, moves to those of ``made``. Neither of the two
-    optimizers keeps the other. ``group_by_group``: ``made`` has the same groups, and each its own options.
+    optimizers keeps the other.
     """
-    if group_by_group:
-        views = [
-            view
-            for number, group in enumerate(given.param_groups)
-            for view in _views([group], given.defaults, made, slice(number, number + 1), made.param_groups[number])
-        ]
-    else:
-        views = _views(given.param_groups, given.defaults, made, slice(None), SHARED)
-    given.param_groups = views  # type: ignore[assignment]
+    given.param_groups = _views(given, made)  # type: ignore[assignment]
     given_ref = weakref.ref(given)
 
     def note_step(*_: Any) -> None:
@@ -50,21 +40,15 @@ def replace_optimizer(
         setattr(given, name, _refusal(name))
 
 
-def _views(
-    groups: Sequence[dict[str, Any]],
-    defaults: dict[str, Any],
-    made: torch.optim.Optimizer,
-    span: slice,
-    taken_over: Any,
-) -> "list[_GroupView]":
-    """Views of ``groups``, those of ``made`` in ``span``, which has the options ``taken_over`` from them."""
-    common = _CommonOptions(made, span, len(groups))
-    new = groups[0].keys() - defaults.keys() - made.param_groups[span][0].keys() - _MEMBERS
+def _views(given: torch.optim.Optimizer, made: torch.optim.Optimizer) -> "list[_GroupView]":
+    groups, options = given.param_groups, made.param_groups[0].keys()
+    common = _CommonOptions(made, len(groups))
+    new = groups[0].keys() - given.defaults.keys() - options - _MEMBERS
     common_keys = {key for key in new if all(key in group and group[key] == groups[0][key] for group in groups)}
-    followed = common_keys | set(taken_over) | _MEMBERS
+    taken_over = common_keys | (options & {*SHARED}) | _MEMBERS
     views = []
     for number, group in enumerate(groups):
-        own = {key: value for key, value in group.items() if key not in followed}
+        own = {key: value for key, value in group.items() if key not in taken_over}
         # Without its parameters: weights that a mode has replaced would stay.
         views.append(_GroupView(own | {"params": []}, common, number))
         for key in common_keys:
@@ -85,15 +69,14 @@ def _refusal(name: str) -> Any:
 
 
 class _CommonOptions:
-    """Options that groups of the new optimizer share with groups of the replaced one.
+    """Options that all groups of the new optimizer share with those of the replaced one.
 
     A scheduler writes to one group after the other, and may read the next one only then. So what it has written reaches the
     new optimizer as soon as it is the same in all groups. Until then it is pending, and each group has a value of its own.
     """
 
-    def __init__(self, made: torch.optim.Optimizer, span: slice, count: int):
+    def __init__(self, made: torch.optim.Optimizer, count: int):
         self._made = weakref.ref(made)
-        self._span = span
         self._count = count
         self._pending: dict[str, list[Any]] = {}
 
@@ -105,7 +88,7 @@ class _CommonOptions:
             raise OffloadError(
                 "The optimizer of a memory mode has gone, and a scheduler of it is still in use: keep both."
             )
-        return made.param_groups[self._span]
+        return made.param_groups
 
     def read(self, number: int, key: str) -> Any:
         """The option of group ``number`` of the replaced optimizer."""

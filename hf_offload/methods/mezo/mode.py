@@ -1,6 +1,6 @@
 """The memory mode mezo: forward passes alone."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -39,7 +39,6 @@ class Mezo(MemoryMode):
     """
 
     uses_gradients: ClassVar[bool] = False
-    keeps_groups: ClassVar[bool] = True
     replaces: ClassVar[tuple[type[torch.optim.Optimizer], ...]] = (
         torch.optim.AdamW,
         torch.optim.Adam,
@@ -52,15 +51,8 @@ class Mezo(MemoryMode):
 
     def optimizer(self, model: nn.Module, *, weight_decay: WeightDecay, **adam: Any) -> torch.optim.Optimizer:
         """:class:`MeZO` over all trainable parameters; of ``adam``, it has ``lr`` alone."""
-        return self._optimizer(decay_groups(model, weight_decay), model, lr=adam["lr"])
-
-    def optimizer_with(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
-        """With these groups, but for what is frozen."""
-        kept = ("params", "lr", "weight_decay")
-        return self._optimizer([{key: group[key] for key in kept} for group in groups], model)
-
-    def _optimizer(self, groups: list[dict[str, Any]], model: nn.Module, **options: Any) -> MeZO:
-        return MeZO(groups, model, eps=self.eps, restore=self.restore, seed=self.seed, **options)
+        options = {"eps": self.eps, "restore": self.restore, "seed": self.seed}
+        return MeZO(decay_groups(model, weight_decay), model, lr=adam["lr"], **options)
 
     def conflicts(self, args: "TrainingArguments") -> Iterator[str]:
         """What works on gradients, and what shards or copies weights."""
