@@ -148,11 +148,13 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def _before_forward(self) -> None:
         wrapper: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
         if wrapper is not None and wrapper is not self._seen:
-            if wrapper.static_graph or any(is_waiting(p) for _, p in self._named()):
+            all_train = set(self._names) == self._trains | self._frozen and self._schedule.cycle == 1
+            finds_unused = wrapper.find_unused_parameters and not wrapper.static_graph
+            if not (all_train or finds_unused) or any(is_waiting(p) for _, p in self._named()):
                 raise OffloadConfigError(
-                    "DistributedDataParallel averages no gradients of blocks that waited when it was built, or with "
-                    "static_graph=True: build it before the model's first forward, or call release(model) before, with "
-                    "find_unused_parameters=True and no static_graph."
+                    "DistributedDataParallel waits for gradients of blocks that are frozen, and averages none of blocks that "
+                    "waited when it was built: build it before the model's first forward, or call release(model) before, with "
+                    "find_unused_parameters=True and no static_graph (the Trainer: ddp_find_unused_parameters=True)."
                 )
             self._seen = wrapper
         if not self._applied:
