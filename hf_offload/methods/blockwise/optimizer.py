@@ -153,7 +153,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             if not (all_train or finds_unused) or any(is_waiting(p) for _, p in self._named()):
                 raise OffloadConfigError(
                     "DistributedDataParallel waits for gradients of blocks that are frozen, and averages none of blocks that "
-                    "waited when it was built: build it before the model's first forward, or call release(model) before, with "
+                    "waited when it was built: build it before the model's first forward, or call release(model), with "
                     "find_unused_parameters=True and no static_graph (the Trainer: ddp_find_unused_parameters=True)."
                 )
             self._seen = wrapper
