@@ -101,12 +101,12 @@ def check_against_the_reference(ours, theirs, loss, restore):
         found = optimizer.step(lambda step=step: loss(ours, step))
         row = optimizer.log.rows[-1]
         assert (found.item(), row.gradient) == reference.step(row.seed, lambda model, step=step: loss(model, step))
-        assert row.gradient
         for model in (ours, theirs):  # a forward in training mode comes in between
             torch.manual_seed(step)
             with torch.no_grad():
                 loss(model, step)
     assert len({row.seed for row in optimizer.log.rows}) == STEPS
+    assert any(row.gradient for row in optimizer.log.rows)
     assert_same({key: one.clone() for key, one in ours.state_dict().items()}, dict(theirs.state_dict()))
     assert ours.training
     assert all(one.grad is None for one in ours.parameters())
@@ -389,7 +389,7 @@ def test_a_replay_of_other_weights_names_one_of_many(change, message):
     model, optimizer = made()
     run(model, optimizer, steps=1)
     given = {name: one for name, weight in weights(model).items() if (one := change(weight)) is not None}
-    with pytest.raises(OffloadConfigError, match=f"{len(weights(model))} of .*: {NAME} is .*{message}") as error:
+    with pytest.raises(OffloadConfigError, match=f"{len(weights(model))} of .*: {NAME} .*{message}") as error:
         replay(optimizer.log, given)
     assert len(str(error.value)) < 400
 
@@ -614,9 +614,9 @@ def test_closures_that_give_no_loss_are_refused_and_weights_go_back(loss, messag
 
 
 def test_a_loss_with_few_digits_is_noticed_once(caplog):
-    _, optimizer = made()
+    model, optimizer = made()
     for _ in range(2):
-        optimizer.step(lambda: torch.ones((), dtype=torch.bfloat16))
+        optimizer.step(lambda: model.lm_head.weight.sum().to(torch.bfloat16))
     assert caplog.text.count("the loss is torch.bfloat16, which has too few digits") == 1
 
 
