@@ -51,7 +51,7 @@ class Mezo(MemoryMode):
 
     def optimizer(self, model: nn.Module, *, weight_decay: WeightDecay, **adam: Any) -> torch.optim.Optimizer:
         """:class:`MeZO` over all trainable parameters; of ``adam``, it has ``lr`` alone."""
-        options = {"eps": self.eps, "restore": self.restore, "seed": self.seed}
+        options: dict[str, Any] = {"eps": self.eps, "restore": self.restore, "seed": self.seed}
         return MeZO(decay_groups(model, weight_decay), model, lr=adam["lr"], **options)
 
     def conflicts(self, args: "TrainingArguments") -> Iterator[str]:

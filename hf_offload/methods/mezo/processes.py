@@ -131,7 +131,7 @@ def _total(by_rank: Sequence[Tensor], sums: bool) -> Tensor:
     """The sum, micro-batch by micro-batch and each in the order of ranks, or their mean."""
     count = len(by_rank) if sums else sum(len(parts) for parts in by_rank)
     rounds = itertools.zip_longest(*by_rank)
-    parts = [part if count == 1 else part / count for each in rounds for part in each if part is not None]
+    parts: list[Tensor] = [part if count == 1 else part / count for each in rounds for part in each if part is not None]
     return sum(parts[1:], parts[0])
 
 
