@@ -27,7 +27,7 @@ from hf_offload.engine.unsupported import (
 from hf_offload.engine.watch import ModelWatch
 from hf_offload.errors import OffloadConfigError, OffloadError, OffloadPlanError
 from hf_offload.interrupts import signals_deferred
-from hf_offload.memory_modes.applied import AppliedMode, apply_mode
+from hf_offload.methods.applied import AppliedMode, apply_mode
 from hf_offload.plan.plan import Plan, plan_from_settings, safest_plan
 from hf_offload.planning.automatic import AutomaticPlan
 from hf_offload.planning.known import Known, Prediction

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from benchmarks.large.shape import Shape
 from benchmarks.roofline import drive_rates, median_s, print_measured, seconds_in_memory
-from hf_offload.optimizers.mezo.directions import BACK, MINUS, PLUS, Move, Shift, Update, make_moves, memory_for
+from hf_offload.methods.mezo.directions import BACK, MINUS, PLUS, Move, Shift, Update, make_moves, memory_for
 
 _DRAWN = 1 << 24
 
@@ -42,8 +42,9 @@ def _of_directions(clock: Callable[[], float]) -> float:
 
     def moves() -> None:
         memory = memory_for(weight, weight.device)
-        make_moves(weight, memory, [(drawn(0), last), (drawn(1), [Shift(PLUS, 1e-3)])])
-        make_moves(weight, memory, [(drawn(1), [Shift(MINUS, 1e-3)])])
+        make_moves(weight, memory, drawn(0), last)
+        make_moves(weight, memory, drawn(1), [Shift(PLUS, 1e-3)])
+        make_moves(weight, memory, drawn(1), [Shift(MINUS, 1e-3)])
 
     return median_s(moves, clock)
 

@@ -20,7 +20,7 @@ from benchmarks.console import names_of, show_table
 from hf_offload.cli.console import clear_errors, output, progress_bar
 from hf_offload.cli.options import Json
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.mezo import MeZO
+from hf_offload.methods.mezo import MeZO
 from hf_offload.settings.load import choose
 
 BATCH = 8

@@ -67,11 +67,6 @@ MODES = {
         {"density": 0.25, "projection": "svd", "free_scale": 0.1, "update_proj_gap": 100},
         of="frugal",
     ),
-    "frugal_turned": Mode(
-        "as frugal_svd, but the moments are turned into the new space instead of dropped",
-        {"density": 0.25, "projection": "svd", "free_scale": 0.1, "update_proj_gap": 100, "on_refresh": "project"},
-        of="frugal",
-    ),
     "lisa": Mode("the paper's two blocks; 50 turns for 8 blocks", {"blocks_active": 2, "switch_every": 20}),
     "badam": Mode("8 blocks, embedding, norm and head take turns: nearly two times round", {"switch_every": 50}),
     "lora": Mode("rank 16 of 320, the usual one", rank_share=1 / 20, seeded=False),

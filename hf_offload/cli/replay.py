@@ -10,9 +10,7 @@ from hf_offload.settings.outputs import check_output_folder
 
 
 def replay(
-    log: Annotated[
-        Path, typer.Argument(metavar="LOG", help="A checkpoint of MeZO's, or its mezo_log.safetensors alone.")
-    ],
+    log: Annotated[Path, typer.Argument(metavar="LOG", help="A checkpoint of MeZO's, or its mezo_log.json.gz alone.")],
     initial: Annotated[
         str,
         typer.Argument(metavar="INITIAL", help="The weights training began with: a folder, or a model of the hub."),
@@ -26,7 +24,7 @@ def replay(
     with clear_errors():
         check_output_folder(target, "--output")
         with loading_torch():
-            from hf_offload.optimizers.mezo import MezoLog
+            from hf_offload.methods.mezo import MezoLog
             from hf_offload.training.replayed import rebuild
 
         found = MezoLog.load(log)

@@ -12,7 +12,7 @@ from hf_offload.forecast.counting import count_footprint
 from hf_offload.forecast.fake import fake_mode
 from hf_offload.forecast.repeats import count_repeats
 from hf_offload.forecast.workload_inputs import describe_batch, length_unit, longest_row, make_batch
-from hf_offload.memory_modes.protocol import MemoryMode, OptimizerBytes
+from hf_offload.methods.protocol import MemoryMode, OptimizerBytes
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.places import Allowed

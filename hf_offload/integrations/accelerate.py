@@ -21,7 +21,7 @@ from hf_offload.integrations.streamed import (
 )
 from hf_offload.integrations.summary import has_summary, show_summary, summary_lines
 from hf_offload.integrations.without_gradients import check_gradients, check_step, lacks_gradients
-from hf_offload.memory_modes.applied import apply_mode
+from hf_offload.methods.applied import apply_mode
 from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session
 from hf_offload.settings.environment import settings_with, variable
 from hf_offload.settings.memory_modes import NONE

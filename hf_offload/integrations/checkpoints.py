@@ -15,13 +15,11 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_offload.optimizers.mezo import LOG_FILE
 from hf_offload.snapshots.disk import RECORD_FILE, read_record
 from hf_offload.snapshots.restoring import damage_on_disk
 
 logger = logging.getLogger(__name__)
 
-_NO_WEIGHTS = ("training_args.bin", LOG_FILE)
 _WEIGHTS = (".safetensors", ".bin")
 _ZIP = b"PK\x03\x04"
 
@@ -52,7 +50,7 @@ def _damage(checkpoint: Path) -> Iterator[str]:
     if TRAINER_STATE_NAME not in names:
         yield f"{TRAINER_STATE_NAME}, which is written last, is missing"
     folders = any(path.is_dir() for path in checkpoint.iterdir())  # of FSDP, DeepSpeed, or several adapters
-    if not folders and not any(name.endswith(_WEIGHTS) and name not in _NO_WEIGHTS for name in names):
+    if not folders and not any(name.endswith(_WEIGHTS) and name != "training_args.bin" for name in names):
         yield "there are no weights"
     yield from _missing_states(names, folders)
     for path in sorted(checkpoint.rglob("*")):

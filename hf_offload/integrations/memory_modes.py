@@ -15,8 +15,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.checkpoints import checkpoint_folder
 from hf_offload.integrations.two_losses import train_without_gradients
-from hf_offload.memory_modes.applied import check_settings
-from hf_offload.memory_modes.protocol import MemoryMode
+from hf_offload.methods.applied import check_settings
+from hf_offload.methods.protocol import MemoryMode
 from hf_offload.settings.load import collect_errors
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.surgery import extend

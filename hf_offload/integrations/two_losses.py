@@ -13,14 +13,14 @@ from transformers import Trainer
 
 from hf_offload.errors import OffloadError
 from hf_offload.integrations.without_gradients import LeavesModelsUnwrapped, check_processes
-from hf_offload.optimizers.mezo import LOG_FILE, MeZO, MezoLog
+from hf_offload.methods.mezo import LOG_FILE, MeZO, MezoLog
 from hf_offload.surgery import extend
 
 logger = logging.getLogger(__name__)
 
 
 def train_without_gradients(trainer: Trainer) -> None:
-    """Let ``trainer``, whose optimizer will be a :class:`~hf_offload.optimizers.mezo.MeZO`, evaluate losses alone."""
+    """Let ``trainer``, whose optimizer will be a :class:`~hf_offload.methods.mezo.MeZO`, evaluate losses alone."""
     extend(trainer, None, _EvaluatesTwice)
 
 

@@ -1,4 +1,4 @@
-"""The memory modes there are, by name. A new one is a class in ``hf_offload/memory_modes`` and a line here; other defaults of
+"""The memory modes there are, by name. A new one is a class in ``hf_offload/methods`` and a line here; other defaults of
 an existing class are a line alone.
 """
 
@@ -15,7 +15,7 @@ from hf_offload.settings.text_files import parse_json
 from hf_offload.settings.values import mapping
 
 if TYPE_CHECKING:
-    from hf_offload.memory_modes.protocol import MemoryMode
+    from hf_offload.methods.protocol import MemoryMode
 
 NONE = "none"
 """All weights, with the optimizer that the training arguments name."""
@@ -25,7 +25,7 @@ OF_ADAPTERS = ("lora", "qlora")
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A memory mode: ``module:class`` of its :class:`~hf_offload.memory_modes.protocol.MemoryMode`, loaded when it is first
+    """A memory mode: ``module:class`` of its :class:`~hf_offload.methods.protocol.MemoryMode`, loaded when it is first
     used, and the settings whose defaults are not those of the class.
     """
 
@@ -38,24 +38,24 @@ class Entry:
         return found
 
 
-_MODES = "hf_offload.memory_modes"
+_MODES = "hf_offload.methods"
 _EIGHT_BIT = dict.fromkeys(("state_dtype", "plain_state_dtype", "projector_dtype"), "8bit")
 
 MODES = {
-    "lora": Entry(f"{_MODES}.lora:Lora"),
-    "qlora": Entry(f"{_MODES}.qlora:Qlora"),
-    "lora_fa": Entry(f"{_MODES}.lora:LoraFa"),
-    "dora": Entry(f"{_MODES}.lora:Dora"),
+    "lora": Entry(f"{_MODES}.lora.lora:Lora"),
+    "qlora": Entry(f"{_MODES}.lora.qlora:Qlora"),
+    "lora_fa": Entry(f"{_MODES}.lora.lora:LoraFa"),
+    "dora": Entry(f"{_MODES}.lora.lora:Dora"),
     "adamw_8bit": Entry(f"{_MODES}.low_bit:AdamW8bit"),
     "adamw_4bit": Entry(f"{_MODES}.low_bit:AdamW4bit"),
-    "galore": Entry(f"{_MODES}.projected:Galore"),
-    "galore_8bit": Entry(f"{_MODES}.projected:Galore", _EIGHT_BIT),
-    "apollo": Entry(f"{_MODES}.projected:Apollo"),
-    "apollo_mini": Entry(f"{_MODES}.projected:Apollo", {"rank": 1, "scale": 128**0.5, "scale_by": "tensor"}),
-    "frugal": Entry(f"{_MODES}.projected:Frugal"),
-    "lisa": Entry(f"{_MODES}.blockwise:Blockwise", {"blocks_active": 2, "switch_every": 20, "order": "draw"}),
-    "badam": Entry(f"{_MODES}.blockwise:Blockwise", {"outside": "turns"}),
-    "mezo": Entry(f"{_MODES}.mezo:Mezo"),
+    "galore": Entry(f"{_MODES}.projected.mode:Galore"),
+    "galore_8bit": Entry(f"{_MODES}.projected.mode:Galore", _EIGHT_BIT),
+    "apollo": Entry(f"{_MODES}.projected.mode:Apollo"),
+    "apollo_mini": Entry(f"{_MODES}.projected.mode:Apollo", {"rank": 1, "scale": 128**0.5, "scale_by": "tensor"}),
+    "frugal": Entry(f"{_MODES}.projected.mode:Frugal"),
+    "lisa": Entry(f"{_MODES}.blockwise.mode:Blockwise", {"blocks_active": 2, "switch_every": 20, "order": "draw"}),
+    "badam": Entry(f"{_MODES}.blockwise.mode:Blockwise", {"outside": "turns"}),
+    "mezo": Entry(f"{_MODES}.mezo.mode:Mezo"),
 }
 
 

@@ -17,7 +17,7 @@ from hf_offload.settings.sampling import SampledLinearConfig, read_sampled_linea
 from hf_offload.settings.values import Reader, Whole, folders, names, one_of, path_text, size
 
 if TYPE_CHECKING:
-    from hf_offload.memory_modes.protocol import MemoryMode
+    from hf_offload.methods.protocol import MemoryMode
 
 TIERS = ("none", "ram", "ssd", "auto")
 TIER_ALIASES = {"cpu": "ram", "disk": "ssd", "nvme": "ssd"}

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.memory_modes.protocol import load_library
-from hf_offload.optimizers.mezo import MezoLog, replay
+from hf_offload.methods.mezo import MezoLog, replay
+from hf_offload.methods.protocol import load_library
 from hf_offload.pretrained.errors import loading
 
 _ADAPTER = "adapter_config.json"
@@ -31,7 +31,7 @@ def rebuild(
     """Load the model ``initial``, a folder or a name on the hub, make the first ``steps`` of ``log`` on it (default: all),
     and save it to the folder ``output``. Adapters of peft are loaded with their base, and saved alone.
 
-    Raises as :func:`~hf_offload.optimizers.mezo.replay`, and :class:`~hf_offload.errors.OffloadConfigError` for a model that
+    Raises as :func:`~hf_offload.methods.mezo.replay`, and :class:`~hf_offload.errors.OffloadConfigError` for a model that
     cannot be loaded.
     """
     model = _load(initial, log)
@@ -88,7 +88,7 @@ def _load_model(name: str) -> nn.Module:
         if kind is None:
             raise OffloadConfigError(
                 f"{name} names no class of transformers as its architecture ({config.architectures}): load the model in a "
-                "script, and call hf_offload.optimizers.mezo.replay."
+                "script, and call hf_offload.methods.mezo.replay."
             )
         model: nn.Module = kind.from_pretrained(name, dtype="auto")
     return model

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, attach
-from hf_offload.optimizers.mezo import MeZO, MezoLog, replay
+from hf_offload.methods.mezo import MeZO, MezoLog, replay
 from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
 
 STEPS = 12
@@ -70,22 +70,13 @@ def test_a_log_that_is_torn_or_changed_is_refused(tmp_path):
     optimizer = MeZO(model.parameters(), model, eps=1e-2, lr=1e-2)
     for step in range(3):
         optimizer.step(lambda step=step: model(**tiny_batch("llama", seed=step)).loss)
-    file = tmp_path / "log.safetensors"
+    file, torn = tmp_path / "log", tmp_path / "torn"
     optimizer.save_log(file)
     content = file.read_bytes()
-    torn = tmp_path / "torn.safetensors"
     for length in (0, 7, 100, len(content) // 2, len(content) - 1):
         torn.write_bytes(content[:length])
-        with pytest.raises(OffloadConfigError, match="cannot be read as a log of MeZO"):
+        with pytest.raises(OffloadConfigError, match="torn is damaged, or no log of MeZO"):
             MezoLog.load(torn)
-    gradient = torch.tensor([row.gradient for row in optimizer.log.rows], dtype=torch.float64)
-    changed = gradient.clone()
-    changed[1] *= 1.01
-    one, other = (each.numpy().tobytes() for each in (gradient, changed))
-    assert content.count(one) == 1
-    torn.write_bytes(content.replace(one, other))
-    with pytest.raises(OffloadConfigError, match="is damaged"):
-        MezoLog.load(torn)
     rows = [row._replace(gradient=1.01 * row.gradient) for row in optimizer.log.rows]
     with pytest.raises(OffloadError, match="are not what they were after the last step"):
         replay(dataclasses.replace(MezoLog.load(file), rows=rows), weights(tiny_model("llama")))

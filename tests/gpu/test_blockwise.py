@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from hf_offload.optimizers.blockwise import BlockwiseConfig, BlockwiseOptimizer
+from hf_offload.methods.blockwise import BlockwiseConfig, BlockwiseOptimizer
 from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
 
 pytestmark = pytest.mark.gpu

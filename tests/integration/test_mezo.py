@@ -17,17 +17,15 @@ from typer.testing import CliRunner
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadPlugin, OffloadTrainingArguments, attach
 from hf_offload.cli.main import app
 from hf_offload.integrations.accelerate import attached_accelerators
-from hf_offload.integrations.checkpoints import last_complete_checkpoint
 from hf_offload.integrations.two_losses import mezo_of
-from hf_offload.optimizers.mezo import LOG_FILE, MeZO, MezoLog, replay
+from hf_offload.methods.mezo import LOG_FILE, MezoLog, replay
 from hf_offload.run import switch_on
 from hf_offload.session import attached_session
 from hf_offload.settings.environment import variables_for
 from hf_offload.settings.memory_modes import memory_mode
-from hf_offload.storage.store import whole_pages
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 
-STEPS = 6
+STEPS = 4
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft uses the older name
 SETTINGS = {"eps": 1e-2, "seed": 3}
 
@@ -145,8 +143,7 @@ def test_a_loss_of_ones_own_is_averaged_too(tmp_path):
     assert halves == pytest.approx(run(per_device_train_batch_size=4), rel=1e-5)
 
 
-@pytest.mark.parametrize("labels", ["none", "one, shifted away"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(("labels", "micro_batches"), [("none", 1), ("one, shifted away", 2)])
 def test_a_batch_without_labels_changes_no_weight(labels, micro_batches, tmp_path):
     """Its loss is NaN and its gradient 0: other optimizers go on, too."""
     settings = SETTINGS | {"restore": "pristine"}
@@ -231,26 +228,6 @@ def test_a_checkpoint_without_the_optimizer_goes_on_with_other_directions(has_lo
     assert ("directions begin with those of the first step again" in caplog.text) is not has_log
 
 
-@pytest.mark.parametrize("tier", [{}, {"offload_params": "ram", "offload_min_bytes": 1}])
-def test_a_log_of_a_training_that_went_on_from_its_best_checkpoint_is_not_taken_for_true(tier, tmp_path):
-    run = trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=4, load_best_model_at_end=False, **tier)
-    initial = weights(run.model)
-    run.train()
-    run._load_from_checkpoint(str(tmp_path / "checkpoint-2"))  # as for load_best_model_at_end
-    run.train()
-    log = MezoLog.load(tmp_path / "checkpoint-4")
-    with pytest.raises(OffloadError, match=r"after the last step. Something other than MeZO has changed them"):
-        replay(log, initial)
-
-
-def test_a_log_is_not_taken_for_weights(tmp_path):
-    trainer(tmp_path, save_strategy="steps", save_steps=3).train()
-    assert last_complete_checkpoint(tmp_path) == str(tmp_path / f"checkpoint-{STEPS}")
-    (tmp_path / f"checkpoint-{STEPS}" / "model.safetensors").unlink()
-    assert (tmp_path / f"checkpoint-{STEPS}" / LOG_FILE).is_file()
-    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-3")
-
-
 def test_adapters_alone(tmp_path):
     model = peft.get_peft_model(
         tiny_model("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -317,31 +294,6 @@ def test_scripts_have_the_same_bits_everywhere():
     assert same(in_a_plain_loop(config | {"tier": "auto"}), expected)
 
 
-@pytest.mark.parametrize("tier", ["ram", "ssd"])
-def test_weights_on_a_tier_have_the_same_bits_within_their_budget(tier, tmp_path):
-    def run(**tiered):
-        model = tiny_model("gpt2")
-        config = {"tier": "none", "memory_mode": "mezo", "memory_mode_kwargs": SETTINGS}
-        session = attach(model, OffloadConfig(**config | tiered))
-        optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1))
-        for step in range(STEPS):
-            optimizer.step(lambda step=step: model(**tiny_batch("gpt2", seed=step)).loss)
-        return session, optimizer, weights(model)
-
-    _, expected, in_memory = run()
-    directory = {"directory": str(tmp_path)} if tier == "ssd" else {}
-    session, found, on_tier = run(params=tier, min_bytes=0, memory_budget="40KiB", **directory)
-    assert found.log == expected.log
-    assert same(in_memory, on_tier)
-    residency = session.residency
-    assert residency.most_bytes <= residency.budget_bytes
-    assert residency.limit_bytes < residency.total_bytes
-    written, read = residency.moved_bytes
-    in_pages = sum(whole_pages(one.nbytes) for one in residency.weights())
-    assert 0 < written <= (STEPS + 1) * in_pages
-    assert 0 < read <= (2 * STEPS + 3) * in_pages
-
-
 def test_the_trainer_has_the_same_bits_with_weights_in_files(tmp_path):
     expected = trainer(tmp_path)
     expected.train()
@@ -404,7 +356,7 @@ def test_a_recipe_is_trained_and_measured(tiny_recipe, tmp_path):
     assert len(MezoLog.load(next(tmp_path.rglob(LOG_FILE))).rows) > 0
     refused = CliRunner().invoke(app, ["train", str(tiny_recipe), *changes[:2], "offload={tier: ram}"])
     assert refused.exit_code == 2
-    assert "tier='ram' moves what is saved for backward" in refused.stderr
+    assert "tier='ram' needs a backward pass" in refused.stderr
 
 
 # --------------------------------------------------------------------------------------------------------------- replay
@@ -430,9 +382,9 @@ def test_a_command_rebuilds_checkpoints(tmp_path):
         assert same(expected, load_file(options[1] / "model.safetensors"))
     for arguments, part in (
         ((log, log), "are not what they were before the first step"),
-        ((log, tmp_path / "initial", "--steps", 99), "steps=99: the log has 6 steps"),
+        ((log, tmp_path / "initial", "--steps", 99), "steps=99: the log has 4 steps"),
         ((tmp_path / "initial", tmp_path / "initial"), "cannot be read as a log of MeZO"),
-        ((tmp_path / "initial" / "model.safetensors", tmp_path / "initial"), "is not a log of MeZO"),
+        ((tmp_path / "initial" / "model.safetensors", tmp_path / "initial"), "or no log of MeZO"),
         ((log, tmp_path / "nowhere"), "cannot be loaded"),
     ):
         result = replayed(*arguments, "--output", tmp_path / "other")
@@ -473,10 +425,9 @@ def test_a_command_rebuilds_adapters_and_what_was_trained_in_another_dtype(tmp_p
     ("config", "called"),
     [
         (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "default"),
-        (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "default"),
         (peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"), "mine"),
     ],
-    ids=["prompt", "prefix", "named"],
+    ids=["prompt", "named"],
 )
 def test_a_command_rebuilds_learned_prompts_and_adapters_of_any_name(config, called, tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "base")
@@ -504,13 +455,10 @@ def test_a_command_rebuilds_learned_prompts_and_adapters_of_any_name(config, cal
     [
         ({"max_grad_norm": 1.0}, r"max_grad_norm=1\.0 clips gradients.*set max_grad_norm=0"),
         ({"fp16": True}, "fp16=True scales the loss"),
-        ({"adam_beta1": 0.5}, r"adam_beta1=0\.5 is of Adam's moments"),
-        ({"gradient_checkpointing": True}, "checkpointing=True recomputes for backward"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 adds noise in training mode"),
-        ({"offload": "ram"}, "tier='ram' moves what is saved for backward"),
-        ({"offload_optimizer": "ram"}, "optimizer='ram' moves state and gradients"),
-        ({"sampled_linear": "0.3"}, "sampled_linear estimates gradients"),
-        ({"recompute_elementwise": "norms"}, "recompute_elementwise recomputes for backward"),
+        ({"offload": "ram"}, "tier='ram' needs a backward pass"),
+        ({"offload_optimizer": "ram"}, "optimizer='ram' needs a backward pass"),
+        ({"sampled_linear": "0.3"}, "sampled_linear needs a backward pass"),
+        ({"recompute_elementwise": "norms"}, "recompute_elementwise needs a backward pass"),
         ({"optim": "sgd"}, "both choose the optimizer"),
         ({"memory_mode_kwargs": {"eps": 0}}, "eps=0"),
         ({"memory_mode_kwargs": {"restore": "exact"}}, "restore='exact'"),
@@ -521,28 +469,6 @@ def test_arguments_that_are_refused(others, message, tmp_path):
     with pytest.raises(OffloadConfigError, match=message) as error:
         arguments(tmp_path, **others)
     assert str(error.value).count("memory_mode='mezo'") == 1
-
-
-def test_a_frozen_model_is_refused(tmp_path):
-    run = trainer(tmp_path, tiny_model("llama").requires_grad_(False))
-    with pytest.raises(OffloadConfigError, match="No parameter requires gradients"):
-        run.train()
-
-
-@pytest.mark.parametrize(
-    ("others", "message"),
-    [
-        ({"tier": "ram"}, "tier='ram' moves what is saved for backward"),
-        ({"tier": "none", "optimizer": "ram"}, "optimizer='ram' moves state and gradients"),
-        ({"tier": "none", "sampled_linear": 0.3}, "sampled_linear estimates gradients"),
-        ({"tier": "none", "tiled_loss": "on"}, "compute in pieces what has a backward"),
-    ],
-)
-def test_settings_that_are_refused(others, message):
-    model = tiny_model("llama")
-    with pytest.raises(OffloadConfigError, match=message):
-        attach(model, OffloadConfig(memory_mode="mezo", **others))
-    attach(model, OffloadConfig(tier="none")).detach()
 
 
 @pytest.mark.parametrize(
@@ -574,8 +500,7 @@ CYCLES = {
 }
 
 
-@pytest.mark.parametrize("cycle", CYCLES)
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize(("cycle", "kind"), [("one cycle", torch.optim.AdamW), ("cyclic", torch.optim.SGD)])
 def test_a_schedule_of_momentum_is_refused(cycle, kind):
     model = tiny_model("llama")
     session = attach(model, OffloadConfig(tier="none", memory_mode="mezo"))
@@ -593,57 +518,6 @@ def test_a_schedule_of_momentum_is_refused(cycle, kind):
     session.detach()
 
 
-def cycle_in_a_loop(cycle, folder, replaces):
-    model = tiny_model("llama")
-    if replaces:
-        session = attach(model, OffloadConfig(tier="none", memory_mode="mezo", memory_mode_kwargs=SETTINGS))
-        given = torch.optim.SGD(model.parameters(), lr=1e-2)
-        optimizer = session.prepare_optimizer(given)
-    else:
-        given = optimizer = MeZO(model.parameters(), model, lr=1e-2, **SETTINGS)
-    scheduler = CYCLES[cycle](given, cycle_momentum=False)
-    rows = tiny_batch("llama", size=24)
-    for step in range(STEPS):
-        batch = {key: value[2 * step : 2 * step + 2] for key, value in rows.items()}
-        optimizer.step(lambda batch=batch: model(**batch).loss)
-        scheduler.step()
-    return model, optimizer
-
-
-def cycle_in_a_trainer(cycle, folder, resumes):
-    class Cycles(Plain):
-        def create_scheduler(self, num_training_steps, optimizer=None):
-            self.lr_scheduler = CYCLES[cycle](optimizer or self.optimizer, cycle_momentum=False)
-            return self.lr_scheduler
-
-    run = trainer(folder, kind=Cycles, weight_decay=0, save_strategy="steps", save_steps=3)
-    run.train()
-    if resumes:
-        run = trainer(folder, tiny_model("llama", seed=5), kind=Cycles, weight_decay=0)
-        run.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
-    return run.model, mezo_of(run.optimizer)
-
-
-@pytest.mark.parametrize("cycle", CYCLES)
-def test_cyclic_rates_have_the_same_bits_everywhere_and_in_a_replay(cycle, tmp_path):
-    initial = weights(tiny_model("llama"))
-    rated = torch.optim.SGD([torch.zeros(1)], lr=1e-2)
-    scheduler, rates = CYCLES[cycle](rated, cycle_momentum=False), []
-    for _ in range(STEPS):
-        rates.append(rated.param_groups[0]["lr"])
-        rated.step()
-        scheduler.step()
-    expected = None
-    for way, choice in itertools.product((cycle_in_a_loop, cycle_in_a_trainer), (False, True)):
-        model, optimizer = way(cycle, tmp_path, choice)
-        assert [set(row.rates) for row in optimizer.log.rows] == [{rate} for rate in rates]
-        expected = expected or weights(model)
-        assert same(expected, weights(model))
-        rebuilt = {name: weight.clone() for name, weight in initial.items()}
-        replay(optimizer.log, rebuilt)
-        assert same(expected, rebuilt)
-
-
 def test_what_works_on_gradients_is_refused_by_an_accelerator():
     config = {"tier": "none", "memory_mode": "mezo"}
     accelerator = OffloadPlugin(**config).accelerator(cpu=True)
@@ -659,14 +533,6 @@ def test_what_works_on_gradients_is_refused_by_an_accelerator():
         accelerator.backward(model(**tiny_batch("llama")).loss)
     with pytest.raises(OffloadError, match="no losses to work with"):
         optimizer.step()
-
-
-def test_a_session_refuses_to_clip():
-    model = tiny_model("llama")
-    session = attach(model, OffloadConfig(tier="none", memory_mode="mezo"))
-    with pytest.raises(OffloadError, match=r"has no gradients, which clip_grad_norm_\(\) works on"):
-        session.clip_grad_norm_(1.0)
-    session.detach()
 
 
 def test_accumulation_by_an_accelerator_is_refused():

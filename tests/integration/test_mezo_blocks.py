@@ -11,15 +11,17 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_offload import OffloadConfig, attach
 from hf_offload.errors import OffloadError
-from hf_offload.optimizers.mezo import MeZO
+from hf_offload.methods.mezo import MeZO
+from hf_offload.session import attached_session
 from hf_offload.storage.store import whole_pages
 from hf_offload.structure.units import find_blocks
 from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
+from tests.helpers.train import assert_same
 from tests.numerics.test_mezo import ReferenceMeZO
 
 STEPS = 4
 SETTINGS = {"eps": 1e-2, "lr": 1e-2, "weight_decay": 0.1}
-LOGGER = "hf_offload.optimizers.mezo.blocks"
+LOGGER = "hf_offload.methods.mezo.blocks"
 ONCE, TWICE = "with one visit to each block", "in two passes"
 
 
@@ -35,11 +37,10 @@ def deep(name="gpt2"):
     return type(tiny_model(name))(config)
 
 
-def attached(model, tmp_path, tier="ssd", **others):
-    others = {"min_bytes": 1024} | others
-    if tier == "ssd":
-        others["directory"] = str(tmp_path)
-    return attach(model, OffloadConfig(tier="none", memory_mode="mezo", params=tier, **others))
+def attached(model, tmp_path, tier="ssd"):
+    directory = {"directory": str(tmp_path)} if tier == "ssd" else {}
+    config = OffloadConfig(tier="none", memory_mode="mezo", params=tier, min_bytes=1024, **directory)
+    return attach(model, config)
 
 
 def loss_of(model, step):
@@ -53,9 +54,16 @@ def trained(model, loss_of=loss_of, restore="reference"):
     return weights(model), optimizer.log, losses
 
 
-def assert_same(found, expected):
-    assert found[1:] == expected[1:]
-    assert all(torch.equal(one, expected[0][name]) for name, one in found[0].items())
+def in_memory_and_on_a_tier(tmp_path, make, train=trained):
+    """What ``train`` returns of two models, with the next random number."""
+    results = []
+    for is_attached in (False, True):
+        model = make()
+        if is_attached:
+            attached(model, tmp_path)
+        torch.manual_seed(5)
+        results.append((train(model), torch.rand(())))
+    assert_same(results[1], results[0])
 
 
 @pytest.fixture
@@ -66,15 +74,14 @@ def said(caplog):
     return lambda: [ONCE if ONCE in each else TWICE for each in records()]
 
 
-@pytest.mark.parametrize("restore", ["reference", "pristine"])
 @pytest.mark.parametrize(
-    ("name", "tier", "how"),
+    ("name", "tier", "how", "restore"),
     [
-        ("gpt2", "ssd", [ONCE]),
-        ("bert", "ssd", [ONCE]),
-        ("llama", "ram", [ONCE]),
-        ("mixtral", "ssd", [ONCE]),
-        ("t5", "ram", []),  # two stacks
+        ("gpt2", "ssd", [ONCE], "reference"),
+        ("bert", "ssd", [ONCE], "pristine"),
+        ("llama", "ram", [ONCE], "pristine"),
+        ("mixtral", "ssd", [ONCE], "reference"),
+        ("t5", "ram", [], "reference"),  # two stacks
     ],
 )
 def test_one_visit_has_the_bits_of_two_passes_and_of_a_second_implementation(name, tier, how, restore, tmp_path, said):
@@ -91,7 +98,7 @@ def test_one_visit_has_the_bits_of_two_passes_and_of_a_second_implementation(nam
     reference = ReferenceMeZO(theirs, groups, SETTINGS["eps"], restore)
     for row, step in zip(found[1].rows, range(STEPS), strict=True):
         reference.step(row.seed, lambda model, step=step: loss_of(model, step))
-    assert all(torch.equal(one, found[0][key]) for key, one in weights(theirs).items())
+    assert_same(found[0], weights(theirs))
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -101,8 +108,7 @@ def test_one_visit_reads_each_weight_once_and_writes_it_once(ties, tmp_path, sai
         n_layer=12, n_embd=64, n_head=2, vocab_size=128, n_positions=32, tie_word_embeddings=ties, use_cache=False
     )
     model = GPT2LMHeadModel(config)
-    session = attached(model, tmp_path)
-    residency = session.residency
+    residency = attached(model, tmp_path).residency
     optimizer = MeZO(model.parameters(), model, lr=1e-3)
     words = torch.arange(32)[None]
     moved = []
@@ -121,21 +127,13 @@ def test_one_visit_reads_each_weight_once_and_writes_it_once(ties, tmp_path, sai
     assert residency.most_bytes <= residency.budget_bytes
 
 
-# ----------------------------------------------------------------------------------------------------------- two passes
-
-
-def hooked(model, first, last=None):
-    """``model``, with hooks in front of its first block and in front of its last one."""
-    blocks = list(find_blocks(model).values())
-    blocks[0].register_forward_pre_hook(first)
-    if last is not None:
-        blocks[-1].register_forward_pre_hook(last)
-    return model
+# -- two passes ---------------------------------------------------------------------------------------------------------
 
 
 def draws(model):
     """As a ViTMAE does its mask."""
-    return hooked(model, lambda block, args: (args[0] * torch.rand(()), *args[1:]))
+    model.transformer.h[0].register_forward_pre_hook(lambda block, args: (args[0] * torch.rand(()), *args[1:]))
+    return model
 
 
 def uses_a_block_twice(model):
@@ -146,12 +144,8 @@ def uses_a_block_twice(model):
 
 def counts_in_a_buffer(model):
     model.register_buffer("count", torch.zeros(()))
-
-    def count(block, args):
-        model.count += 1
-        return (args[0] * model.count, *args[1:])
-
-    return hooked(model, count)
+    model.transformer.h[0].register_forward_pre_hook(lambda block, args: (args[0] * model.count.add_(1), *args[1:]))
+    return model
 
 
 def has_an_embedding_with_a_largest_norm(model):
@@ -159,195 +153,142 @@ def has_an_embedding_with_a_largest_norm(model):
     return model
 
 
-def computes_in_a_thread(model):
-    forward = model.transformer.forward
-
-    def in_a_thread(*args, **kwargs):
-        with concurrent.futures.ThreadPoolExecutor(1, initializer=torch.set_grad_enabled, initargs=(False,)) as pool:
-            return pool.submit(forward, *args, **kwargs).result()
-
-    model.transformer.forward = in_a_thread
-    return model
-
-
-UNFIT = [
-    (draws, [TWICE]),
-    (uses_a_block_twice, []),
-    (counts_in_a_buffer, [TWICE]),
-    (has_an_embedding_with_a_largest_norm, [TWICE]),
-    (computes_in_a_thread, [ONCE, TWICE]),
-]
-
-
-@pytest.mark.parametrize(("way", "how"), UNFIT)
+@pytest.mark.parametrize(
+    ("way", "how"),
+    [
+        (draws, [TWICE]),
+        (uses_a_block_twice, []),
+        (counts_in_a_buffer, [TWICE]),
+        (has_an_embedding_with_a_largest_norm, [TWICE]),
+    ],
+)
 def test_a_model_that_does_not_fit_has_the_bits_of_two_passes(way, how, tmp_path, said):
-    expected = []
-    for model in (way(deep()), way(deep())):
-        if expected:
-            attached(model, tmp_path)
-        torch.manual_seed(5)
-        found = trained(model), torch.get_rng_state()
-        expected = expected or found
-    assert_same(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
+    in_memory_and_on_a_tier(tmp_path, lambda: way(deep()))
     assert said() == how
 
 
-def draws_later(model, step):
-    return loss_of(model, step) * (torch.rand(()) if step == 2 else 1.0)
+def draws_later(model):
+    return loss_of(model, 2) * torch.rand(())
 
 
-def runs_twice_later(model, step):
+def runs_twice_later(model):
     """As an accumulated step with another number of micro-batches."""
-    return loss_of(model, step) + (loss_of(model, step + 10) if step == 2 else 0.0)
+    return loss_of(model, 2) + loss_of(model, 12)
 
 
-def runs_less_later(model, step):
+def uses_other_blocks_later(model, order):
+    blocks = vars(model).setdefault("all_blocks", model.transformer.h)  # both passes may be here at once
+    model.transformer.h = nn.ModuleList([blocks[place] for place in order])
+    try:
+        return loss_of(model, 2)
+    finally:
+        model.transformer.h = blocks
+
+
+def runs_less_later(model):
     """As a model that ends early."""
-    blocks = model.transformer.h
-    if step == 2:
-        model.transformer.h = blocks[:-1]
-    try:
-        return loss_of(model, step)
-    finally:
-        model.transformer.h = blocks
+    return uses_other_blocks_later(model, range(5))
 
 
-def runs_in_another_order_later(model, step):
-    if step != 2:
-        return loss_of(model, step)
-    blocks = model.transformer.h
-    model.transformer.h = nn.ModuleList([*blocks[:2], blocks[3], blocks[2], *blocks[4:]])
-    try:
-        return loss_of(model, step)
-    finally:
-        model.transformer.h = blocks
+def runs_in_another_order_later(model):
+    return uses_other_blocks_later(model, [0, 1, 3, 2, 4, 5])
 
 
-def changes_a_weight_later(model, step):
-    if step == 2:
-        model.transformer.wpe.max_norm = 0.1
-    return loss_of(model, step)
+def changes_a_weight_later(model):
+    return loss_of(has_an_embedding_with_a_largest_norm(model), 2)
 
 
-def keeps_a_view_later(model, step):
+def keeps_a_view_later(model):
     kept = []
     handle = model.transformer.h[0].register_forward_hook(
         lambda block, args, output: kept.append(block.mlp.c_fc.weight.view(-1)[:1])
     )
     try:
-        loss = loss_of(model, step)
+        return loss_of(model, 2) + kept[0].sum()
     finally:
         handle.remove()
-    return loss + kept[0].sum() if step >= 2 else loss
 
 
-def computes_in_a_thread_later(model, step):
-    if step != 2:
-        return loss_of(model, step)
-    found = []
-
-    def compute():
-        with torch.no_grad():
-            found.append(loss_of(model, step))
-
-    thread = threading.Thread(target=compute)
-    thread.start()
-    thread.join()
-    return found[0]
+def computes_in_a_thread_later(model):
+    with concurrent.futures.ThreadPoolExecutor(1, initializer=torch.set_grad_enabled, initargs=(False,)) as pool:
+        return pool.submit(loss_of, model, 2).result()
 
 
-LATER = [
-    (draws_later, [ONCE, TWICE]),
-    (runs_twice_later, [ONCE, TWICE]),
-    (runs_less_later, [ONCE, TWICE]),
-    (runs_in_another_order_later, [ONCE, TWICE]),
-    (changes_a_weight_later, [ONCE, TWICE]),
-    (computes_in_a_thread_later, [ONCE, TWICE]),
-]
-
-
-@pytest.mark.parametrize(("loss", "how"), LATER)
-def test_a_later_step_that_does_something_else_has_the_bits_of_two_passes(loss, how, tmp_path, said):
-    expected = []
-    for model in (deep(), deep()):
-        if expected:
-            attached(model, tmp_path)
-        torch.manual_seed(5)
-        found = trained(model, loss), torch.rand(())
-        expected = expected or found
-    assert_same(found[0], expected[0])
-    assert found[1] == expected[1]
-    assert said() == how
-
-
-def test_a_view_that_a_pass_keeps_of_a_weight_has_the_value_of_its_pass(said, tmp_path):
-    expected = trained(deep(), keeps_a_view_later)
-    model = deep()
-    attached(model, tmp_path)
-    assert_same(trained(model, keeps_a_view_later), expected)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        draws_later,
+        runs_twice_later,
+        runs_less_later,
+        runs_in_another_order_later,
+        changes_a_weight_later,
+        keeps_a_view_later,
+        computes_in_a_thread_later,
+    ],
+)
+def test_a_later_step_that_does_something_else_has_the_bits_of_two_passes(loss, tmp_path, said):
+    third = lambda model, step: loss(model) if step == 2 else loss_of(model, step)  # noqa: E731
+    in_memory_and_on_a_tier(tmp_path, deep, lambda model: trained(model, third))
     assert said() == [ONCE, TWICE]
-
-
-def test_a_buffer_that_a_later_step_changes_is_an_error_and_weights_go_back(tmp_path):
-    """In memory there is none. What both passes have read of it is not known."""
-    results = []
-    for attaches in (False, True):
-        model = deep()
-        model.register_buffer("count", torch.zeros(()))
-        if attaches:
-            attached(model, tmp_path)
-        optimizer = MeZO(model.parameters(), model, **SETTINGS)
-        for step in range(2):
-            optimizer.step(lambda model=model, step=step: loss_of(model, step))
-        handle = model.transformer.h[3].register_forward_pre_hook(lambda *_, model=model: model.count.add_(1) and None)
-        if attaches:
-            with pytest.raises(
-                OffloadError, match="has changed a buffer in a forward pass, as it did not in its first"
-            ):
-                optimizer.step(lambda model=model: loss_of(model, 2))
-        else:
-            with pytest.raises(OffloadError, match="not finite"):
-                optimizer.step(lambda model=model: loss_of(model, 2) * float("nan"))
-        handle.remove()
-        loss = float(optimizer.step(lambda model=model: loss_of(model, 3)))
-        results.append((weights(model), str(optimizer.log), loss))
-    assert_same(results[1], results[0])
 
 
 class Lost(Exception):
     pass
 
 
-@pytest.mark.parametrize("restore", ["reference", "pristine"])
+def steps_around(model, fail, restore="reference"):
+    """Two steps, one that ``fail`` breaks off, and a last one: weights, log and its loss."""
+    optimizer = MeZO(model.parameters(), model, restore=restore, **SETTINGS)
+    for step in range(2):
+        optimizer.step(lambda step=step: loss_of(model, step))
+    fail(model, optimizer)
+    loss = float(optimizer.step(lambda: loss_of(model, 3)))
+    return weights(model), str(optimizer.log), loss  # NaN is not NaN
+
+
+def test_a_buffer_that_a_later_step_changes_is_an_error_and_weights_go_back(tmp_path):
+    """In memory there is none. What both passes have read of it is not known."""
+
+    def counting():
+        model = deep()
+        model.register_buffer("count", torch.zeros(()))
+        return model
+
+    def fail(model, optimizer):
+        handle = model.transformer.h[3].register_forward_pre_hook(lambda *_: model.count.add_(1) and None)
+        is_attached = attached_session(model) is not None
+        message = "has changed a buffer in a forward pass, as it did not in its first" if is_attached else "not finite"
+        factor = 1 if is_attached else float("nan")
+        with pytest.raises(OffloadError, match=message):
+            optimizer.step(lambda: loss_of(model, 2) * factor)
+        handle.remove()
+
+    in_memory_and_on_a_tier(tmp_path, counting, lambda model: steps_around(model, fail))
+
+
 @pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("error", [Lost, KeyboardInterrupt])
+@pytest.mark.parametrize(("error", "restore"), [(Lost, "reference"), (KeyboardInterrupt, "pristine")])
 def test_an_error_in_either_pass_leaves_weights_as_two_passes_would(which, error, restore, tmp_path):
-    results = []
-    for model in (deep(), deep()):
-        is_attached = bool(results)
-        if is_attached:
-            attached(model, tmp_path)
-        optimizer = MeZO(model.parameters(), model, restore=restore, **SETTINGS)
-        for step in range(2):
-            optimizer.step(lambda model=model, step=step: loss_of(model, step))
+    threads_of_calls = []
+
+    def fail(model, optimizer):
         calls = []
 
-        def fail(block, args, calls=calls):
+        def raise_in_a_block(block, args):
             calls.append(threading.get_ident())
             if len(calls) > which:
                 raise error("in a block")
 
         threads = threading.active_count()
-        handle = list(find_blocks(model).values())[3].register_forward_pre_hook(fail)
+        handle = list(find_blocks(model).values())[3].register_forward_pre_hook(raise_in_a_block)
         with pytest.raises(error, match="in a block"):
-            optimizer.step(lambda model=model: loss_of(model, 2))
+            optimizer.step(lambda: loss_of(model, 2))
         handle.remove()
-        assert len(set(calls)) == (1 + which if is_attached else 1)
+        threads_of_calls.append(len(set(calls)))
         assert threading.active_count() <= threads  # those of other models may end meanwhile
-        loss = float(optimizer.step(lambda model=model: loss_of(model, 3)))
-        results.append((weights(model), str(optimizer.log), loss))
-    assert_same(results[1], results[0])
+
+    in_memory_and_on_a_tier(tmp_path, deep, lambda model: steps_around(model, fail, restore))
+    assert threads_of_calls == [1, 1 + which]
 
 
 def test_a_second_pass_that_cannot_put_a_weight_back_is_not_forgotten(tmp_path, monkeypatch):
@@ -374,15 +315,11 @@ def test_a_second_pass_that_cannot_put_a_weight_back_is_not_forgotten(tmp_path, 
         optimizer.step(lambda: loss_of(model, 2))
 
 
-# -------------------------------------------------------------------------------------- forwards that change their weights
+# -- forwards that change their weights ---------------------------------------------------------------------------------
 
 
 def clamp(weight):
     weight.clamp_(-0.01, 0.01)
-
-
-def write_out(weight):
-    torch.mul(weight, 0.5, out=weight)
 
 
 def scale_each(weight):
@@ -397,39 +334,17 @@ def replace_data(weight):
     weight.data = weight.data * 0.5
 
 
-def fill_from_vector(weight):
-    nn.utils.vector_to_parameters(torch.full((weight.numel(),), 0.01), [weight])
-
-
-@pytest.mark.parametrize("restore", ["reference", "pristine"])
-@pytest.mark.parametrize("change", [clamp, write_out, scale_each, renormalize, replace_data, fill_from_vector])
-@pytest.mark.parametrize("begin", [0, 2])
-def test_a_forward_that_changes_a_weight_has_the_bits_of_a_run_in_memory(change, restore, begin, tmp_path):
-    results = []
-    for attaches in (False, True):
-        model = deep()
-        if attaches:
-            attached(model, tmp_path)
+@pytest.mark.parametrize(("begin", "restore"), [(0, "pristine"), (2, "reference")])
+@pytest.mark.parametrize("change", [clamp, scale_each, renormalize, replace_data])
+def test_a_forward_that_changes_a_weight_has_the_bits_of_a_run_in_memory(change, begin, restore, tmp_path):
+    def train(model):
         layer, now = model.transformer.h[3].mlp.c_fc, [0]
+        layer.register_forward_pre_hook(lambda layer, args: change(layer.weight) if now[0] >= begin else None)
 
-        def change_from(layer, args, now=now):
-            if now[0] >= begin:
-                change(layer.weight)
-
-        layer.register_forward_pre_hook(change_from)
-
-        def loss(model, step, now=now):
+        def loss(model, step):
             now[0] = step
             return loss_of(model, step)
 
-        results.append(trained(model, loss, restore))
-    assert_same(results[1], results[0])
+        return trained(model, loss, restore)
 
-
-def test_a_model_without_blocks_is_trained_in_two_passes(tmp_path, said):
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
-    attached(model, tmp_path)
-    optimizer = MeZO(model.parameters(), model)
-    for _ in range(2):
-        optimizer.step(lambda: model(torch.ones(1, 32)).sum())
-    assert said() == []
+    in_memory_and_on_a_tier(tmp_path, deep, train)

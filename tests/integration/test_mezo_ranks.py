@@ -1,7 +1,5 @@
 """MeZO in several processes: the bits of one that averages the same losses, and errors that all of them hear of."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,11 +11,10 @@ from transformers import Trainer
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadPlugin, OffloadTrainingArguments, attach
 from hf_offload.integrations.two_losses import mezo_of
-from hf_offload.optimizers.mezo import LOG_FILE, MeZO, MezoLog, replay
-from hf_offload.settings.recipes import load_recipe
-from hf_offload.training.run import run_recipe
+from hf_offload.methods.mezo import LOG_FILE, MeZO, MezoLog, replay
 from tests.helpers.gloo_processes import assert_done, run_in_processes
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
+from tests.helpers.train import same
 from tests.numerics.test_mezo import ReferenceMeZO
 
 TWO = 2
@@ -25,10 +22,6 @@ STEPS = 4
 RATE, DECAY = 1e-2, 0.1
 SETTINGS = {"eps": 1e-2, "seed": 3}
 MEZO = {"tier": "none", "memory_mode": "mezo", "memory_mode_kwargs": SETTINGS}
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(weight, other[name]) for name, weight in one.items())
 
 
 def everyone(value):
@@ -172,46 +165,12 @@ def in_the_trainer(rank, folder):
     logged = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
     assert logged == pytest.approx(losses, abs=1e-4)
 
-    tiered = trainer(folder, seed=rank, offload_params="ssd", offload_directory=folder, offload_min_bytes=1024)
-    tiered.train()
-    assert same(weights(tiered.model), weights(model))
-
     again = trainer(folder, seed=5 + rank)
     again.train(resume_from_checkpoint=f"{folder}/trainer/checkpoint-2")
     assert same(weights(again.model), weights(model))
     log = MezoLog.load(f"{folder}/trainer/checkpoint-{STEPS}/{LOG_FILE}")
     assert log.rows == optimizer.log.rows
     AcceleratorState._reset_state(reset_partial_state=True)
-
-
-RECIPE = """
-model:
-  architecture: gpt2
-  config: {n_layer: 6, n_embd: 64, n_head: 2, n_positions: 32, vocab_size: 100}
-data:
-  source: random-tokens
-  sequence_length: 16
-training:
-  output_dir: {folder}/recipe
-  max_steps: 3
-  per_device_train_batch_size: 2
-  max_grad_norm: 0
-  save_strategy: no
-  disable_tqdm: true
-  use_cpu: true
-memory: {mode: mezo}
-"""
-
-
-def in_a_recipe(rank, folder):
-    losses = []
-    for place, offload in (("memory", "{tier: none}"), ("tier", f"{{tier: none, params: ssd, directory: {folder}}}")):
-        path = Path(folder, f"{place}-{rank}.yaml")
-        path.write_text(RECIPE.replace("{folder}", str(folder)) + f"offload: {offload}\n")
-        losses.append(run_recipe(load_recipe(path)).losses)
-        AcceleratorState._reset_state(reset_partial_state=True)
-    assert len(losses[0]) == 3
-    assert losses[0] == losses[1]
 
 
 class Lost(Exception):
@@ -309,7 +268,6 @@ WORKS = [
     on_a_tier,
     with_accelerate,
     in_the_trainer,
-    in_a_recipe,
     errors_are_those_of_all,
     other_models_are_refused,
     snapshots_of_all_ranks,

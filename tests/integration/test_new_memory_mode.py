@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from hf_offload import OffloadConfigError, OffloadTrainingArguments
 from hf_offload.cli.main import app
-from hf_offload.memory_modes.protocol import MemoryMode, trained_parameters
-from hf_offload.optimizers.param_groups import WeightDecay, decay_groups
+from hf_offload.methods.param_groups import WeightDecay, decay_groups
+from hf_offload.methods.protocol import MemoryMode, trained_parameters
 from hf_offload.settings.classes import settings
 from hf_offload.settings.memory_modes import MODES, Entry
 from hf_offload.settings.values import Number

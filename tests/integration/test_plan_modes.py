@@ -15,14 +15,15 @@ from hf_offload.cli.main import app
 from hf_offload.forecast.compare_modes import compare_modes
 from hf_offload.forecast.forecast import make_forecast
 from hf_offload.forecast.workload import Workload, count_workload
-from hf_offload.memory_modes.blockwise import Blockwise
-from hf_offload.optimizers.blockwise import BlockwiseConfig, deepest_turn
+from hf_offload.methods.blockwise import deepest_turn
+from hf_offload.methods.blockwise.mode import Blockwise
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.holding import Held, hold, least_weights, moved_bytes
 from hf_offload.planning.unit_weights import unit_weights
 from hf_offload.settings.memory_modes import memory_mode, mode_names
 from hf_offload.storage.buffers import PAGE
 from hf_offload.tensors import parameter_count
+from tests.helpers.blockwise import badam, lisa
 from tests.helpers.tables import rows
 from tests.helpers.tiny_models import _ARCHITECTURES, tiny_batch, tiny_model
 from tests.helpers.torchao_optimizers import optimizer_of
@@ -40,7 +41,7 @@ SETTINGS = {
     "galore_8bit": [RANK],
     "apollo": [RANK],
     "apollo_mini": [{}],
-    "frugal": [{"density": 0.5, "update_proj_gap": 1}, {"density": 0.25, "projection": "columns"}],
+    "frugal": [{"density": 0.5, "update_proj_gap": 1}, {"density": 0.25, "projection": "svd"}],
     "lisa": [{"blocks_active": 1}, {}],
     "badam": [{}, {"master_weights": False}, {"order": "descending"}],
 }
@@ -354,12 +355,12 @@ BLOCKS = ["model.layers.0", "model.layers.1"]
 @pytest.mark.parametrize(
     ("config", "units"),
     [
-        (BlockwiseConfig.lisa(blocks_active=1), ["model.embed_tokens", BLOCKS[0], "model.norm", "lm_head"]),
-        (BlockwiseConfig.lisa(blocks_active=2), ["model.embed_tokens", *BLOCKS, "model.norm", "lm_head"]),
-        (BlockwiseConfig.badam(), [BLOCKS[0]]),
-        (BlockwiseConfig.badam(order="descending"), [BLOCKS[0]]),
-        (BlockwiseConfig.badam(order=["lm_head", BLOCKS[1]]), [BLOCKS[1]]),
-        (BlockwiseConfig.badam(order=[BLOCKS[1]], outside="never"), [BLOCKS[1]]),
+        (lisa(blocks_active=1), ["model.embed_tokens", BLOCKS[0], "model.norm", "lm_head"]),
+        (lisa(blocks_active=2), ["model.embed_tokens", *BLOCKS, "model.norm", "lm_head"]),
+        (badam(), [BLOCKS[0]]),
+        (badam(order="descending"), [BLOCKS[0]]),
+        (badam(order=["lm_head", BLOCKS[1]]), [BLOCKS[1]]),
+        (badam(order=[BLOCKS[1]], outside="never"), [BLOCKS[1]]),
     ],
 )
 def test_activations_are_those_of_the_turn_with_the_first_block(config, units):

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
-from hf_offload.optimizers.param_groups import param_groups
-from hf_offload.optimizers.projected import ApolloConfig, FrugalConfig, GaLoreConfig, ProjectedAdamW
+from hf_offload.methods.param_groups import param_groups
+from hf_offload.methods.projected import ApolloConfig, FrugalConfig, GaLoreConfig, ProjectedAdamW
 from tests.helpers.gloo_processes import assert_done, run_in_processes
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.usefixtures("short_search"),
 ]
 
-PASSES = "hf_offload.optimizers.mezo.blocks"
+PASSES = "hf_offload.methods.mezo.blocks"
 WORDS = 2 * math.log(VOCABULARY)
 MOST = {"causal-lm": WORDS, "masked-lm": WORDS, "sequence-classification": 2 * math.log(2), "seq2seq-lm": 50}
 """Loss of a new model: twice that of one that knows nothing; but T5's new output head has large logits."""

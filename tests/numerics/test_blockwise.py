@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from hf_offload import OffloadConfigError
-from hf_offload.optimizers.blockwise import BlockwiseConfig, BlockwiseOptimizer, peak_bytes, release
+from hf_offload.methods.blockwise import BlockwiseConfig, BlockwiseOptimizer, peak_bytes, release
 from tests.helpers.activation_heavy_models import VOCABULARY, build
-from tests.helpers.tiny_models import NAMES, tiny_model, weights
+from tests.helpers.blockwise import badam, lisa
+from tests.helpers.tiny_models import tiny_model, weights
 from tests.helpers.train import assert_same, saved_and_loaded, take_steps
 
 LAYERS = [f"model.layers.{number}" for number in range(4)]
@@ -66,21 +67,6 @@ def test_a_block_that_always_trains_gets_the_usual_updates(optimizer, options):
     for name, parameter in usual.named_parameters():
         parameter.requires_grad_(name.startswith(f"{LAYERS[1]}."))
     plain = optimizer([p for p in usual.parameters() if p.requires_grad], **options)
-    train(usual, plain, 7, decaying(plain))
-    assert_same(weights(model), weights(usual))
-
-
-def test_all_blocks_at_once_get_the_usual_updates():
-    model = model_of_four()
-    usual = copy.deepcopy(model)
-    config = BlockwiseConfig.lisa(blocks_active=4, switch_every=2)
-    groups = lambda model: [  # noqa: E731
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0, "lr": 1e-2},
-    ]
-    blockwise = BlockwiseOptimizer(groups(model), model, config, lr=1e-3)
-    train(model, blockwise, 7, decaying(blockwise))
-    plain = torch.optim.AdamW(groups(usual), lr=1e-3)
     train(usual, plain, 7, decaying(plain))
     assert_same(weights(model), weights(usual))
 
@@ -144,19 +130,6 @@ def test_parameters_in_16_bits_are_updated_in_32():
     assert (weights(model)[norm] != 1).any()
 
 
-@pytest.mark.parametrize("config", [BlockwiseConfig.lisa(blocks_active=1, switch_every=5),
-                                    BlockwiseConfig.badam(switch_every=5)], ids=["lisa", "badam"])  # fmt: skip
-def test_the_loss_falls(config):
-    model = model_of_four()
-    optimizer = BlockwiseOptimizer(model.parameters(), model, config, lr=3e-3)
-    for _ in range(60):
-        model(**batch(0)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        assert model(**batch(0)).loss < 3.0 < model_of_four()(**batch(0)).loss
-
-
 # -- the turns --------------------------------------------------------------------------------------------------------
 
 
@@ -188,21 +161,14 @@ def test_orders(order, outside, expected):
 
 
 def test_a_random_order_visits_every_block_once_each_time_round():
-    found = turns(BlockwiseConfig.badam(switch_every=1), 10 * 7)
-    rounds = [found[start : start + 7] for start in range(0, 70, 7)]
+    found = turns(badam(switch_every=1), 5 * 7)
+    rounds = [found[start : start + 7] for start in range(0, 35, 7)]
     assert all(sorted(one) == sorted((name,) for name in LAYERS + SIDES) for one in rounds)
-    assert len({tuple(one) for one in rounds}) == 10
-
-
-def test_several_blocks_a_turn_share_a_round():
-    found = turns(BlockwiseConfig(blocks_active=3, switch_every=1, outside="never"), 20)
-    for first, second in zip(found[::2], found[1::2], strict=True):
-        assert (len(first), len(second)) == (3, 1)
-        assert sorted(first + second) == LAYERS
+    assert len({tuple(one) for one in rounds}) == 5
 
 
 def test_lisa_draws_each_block_as_often_as_the_others():
-    found = turns(BlockwiseConfig.lisa(blocks_active=2, switch_every=1), 400)
+    found = turns(lisa(blocks_active=2, switch_every=1), 400)
     assert all(set(SIDES) < set(one) and len(set(one)) == 5 for one in found)
     counts = collections.Counter(name for one in found for name in one if name not in SIDES)
     # 400 draws of 2 among 4: 200 visits each, with a standard deviation of 10
@@ -212,16 +178,16 @@ def test_lisa_draws_each_block_as_often_as_the_others():
 
 
 def test_draws_depend_on_the_seed_and_on_nothing_else():
-    first = turns(BlockwiseConfig.lisa(blocks_active=2, switch_every=1, seed=3), 12)
+    first = turns(lisa(blocks_active=2, switch_every=1, seed=3), 12)
     torch.manual_seed(99)
-    assert turns(BlockwiseConfig.lisa(blocks_active=2, switch_every=1, seed=3), 12) == first
-    assert turns(BlockwiseConfig.lisa(blocks_active=2, switch_every=1, seed=4), 12) != first
+    assert turns(lisa(blocks_active=2, switch_every=1, seed=3), 12) == first
+    assert turns(lisa(blocks_active=2, switch_every=1, seed=4), 12) != first
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["gpt2", "t5", "vit"])
 def test_every_parameter_trains_in_some_turn(name):
     model = tiny_model(name)
-    optimizer = BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.badam(switch_every=1), lr=1e-2)
+    optimizer = BlockwiseOptimizer(model.parameters(), model, badam(switch_every=1), lr=1e-2)
     before = weights(model)
     visited = collections.Counter()
     for _ in range(optimizer.cycle):
@@ -229,20 +195,6 @@ def test_every_parameter_trains_in_some_turn(name):
     for key, tensor in weights(model).items():
         visited[key] += not torch.equal(tensor, before[key])
     assert set(visited.values()) == {1}
-
-
-def test_a_tied_head_is_trained_with_the_embedding():
-    model = tiny_model("gpt2")
-    assert model.lm_head.weight is model.transformer.wte.weight
-    optimizer = BlockwiseOptimizer(
-        model.parameters(), model, BlockwiseConfig.badam(order="ascending", switch_every=1), lr=1e-2
-    )
-    found = []
-    for _ in range(optimizer.cycle):
-        found += optimizer.active
-        step_on_noise(model, optimizer)
-    blocks = ["transformer.h.0", "transformer.h.1"]
-    assert found == ["transformer.wte", "transformer.wpe", *blocks, "transformer.ln_f"]
 
 
 # -- what is frozen ---------------------------------------------------------------------------------------------------
@@ -276,32 +228,6 @@ def test_what_waits_requires_no_gradient_and_has_none():
     assert not model._forward_pre_hooks
 
 
-def test_nothing_changes_in_the_middle_of_accumulation():
-    model = model_of_four()
-    optimizer = BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.badam(switch_every=1), lr=1e-2)
-    for _ in range(5):
-        active = optimizer.active
-        for part in range(3):
-            model(**batch(part)).loss.backward()
-            assert optimizer.active == active
-            assert trained(model) == under(model, *active)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert optimizer.active != active
-
-
-def test_a_gradient_norm_is_that_of_the_active_parameters():
-    model = model_of_four()
-    config = BlockwiseConfig(order=[LAYERS[2]], outside="never")
-    optimizer = BlockwiseOptimizer(model.parameters(), model, config, lr=1e-2)
-    model(**batch(0)).loss.backward()
-    assert optimizer.active == (LAYERS[2],)
-    expected = torch.stack([p.grad.norm() for p in model.model.layers[2].parameters()]).norm()
-    torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3), expected)
-    clipped = torch.stack([p.grad.norm() for p in model.model.layers[2].parameters()]).norm()
-    torch.testing.assert_close(clipped, torch.tensor(1e-3), rtol=1e-2, atol=0)
-
-
 def test_what_the_user_froze_stays_frozen():
     model = model_of_four()
     model.model.layers[1].requires_grad_(False)
@@ -309,7 +235,7 @@ def test_what_the_user_froze_stays_frozen():
     model.model.layers[2].mlp.requires_grad_(False)
     mine = trained(model)
     before = weights(model)
-    optimizer = BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.badam(switch_every=1), lr=1e-2)
+    optimizer = BlockwiseOptimizer(model.parameters(), model, badam(switch_every=1), lr=1e-2)
     visited = set()
     for _ in range(12):
         model(**batch(0)).loss.backward()
@@ -338,38 +264,6 @@ def test_what_the_user_freezes_later_stays_frozen():
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     model(**batch(0))
     assert trained(model) == {f"{LAYERS[0]}.{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")}
-
-
-def test_checkpointing_changes_no_bit():
-    model, recomputed = model_of_four(), model_of_four()
-    recomputed.train()
-    switch_on_checkpointing(recomputed, {"use_reentrant": False})
-    config = BlockwiseConfig.badam(switch_every=1)
-    for one in (model, recomputed):
-        train(one, BlockwiseOptimizer(one.parameters(), one, config, lr=1e-2), 8)
-    assert_same(weights(recomputed), weights(model))
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_reentrant_checkpointing_that_gives_no_gradients_is_told_once(caplog):
-    model = model_of_four()
-    switch_on_checkpointing(model, {"use_reentrant": True})
-    model.disable_input_require_grads()  # transformers switches them on with checkpointing
-    model.lm_head.requires_grad_(False)
-    head = torch.nn.Parameter(torch.zeros(1))  # so that there is a backward at all
-    optimizer = BlockwiseOptimizer(
-        model.parameters(), model, BlockwiseConfig(order="ascending", outside="never", switch_every=1), lr=1e-2
-    )
-    before = weights(model)
-    for step in range(3):
-        (model(**batch(step)).loss + head.sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_same(weights(model), before)
-    assert [record.getMessage() for record in caplog.records if "use_reentrant=False" in record.getMessage()] == [
-        f"No parameter that trains now has a gradient ({LAYERS[0]}), so nothing is updated. Reentrant activation "
-        "checkpointing gives none to a block whose input needs none: set use_reentrant=False."
-    ]
 
 
 def switch_on_checkpointing(model, *options):
@@ -444,29 +338,6 @@ def counted_state(optimizer):
     return sum(t.nbytes for t in tensors)
 
 
-def test_memory_is_flat_over_300_steps():
-    model = model_of_four()
-    optimizer = BlockwiseOptimizer(
-        model.parameters(), model, BlockwiseConfig.lisa(blocks_active=1, switch_every=7), lr=1e-4
-    )
-    sizes = []
-    visited = set()
-    for step in range(300):
-        visited |= set(optimizer.active)
-        last = (step + 1) % 7 == 0
-        step_on_noise(model, optimizer)
-        if last:
-            assert counted_state(optimizer) <= sizes[0]  # of what goes on in the next turn, which others join
-        else:
-            sizes.append(counted_state(optimizer))
-            assert sizes[-1] == optimizer.state_bytes()
-            assert sizes[-1] == 8 * sum(p.numel() for p in model.parameters() if p.requires_grad) + 4 * len(
-                trained(model)
-            )
-    assert visited == set(LAYERS + SIDES)
-    assert len(set(sizes)) == 1
-
-
 def test_state_that_waits_is_not_that_of_the_turn():
     model = model_of_four()
     config = BlockwiseConfig(order="ascending", outside="never", switch_every=2, inactive_state="keep")
@@ -493,14 +364,13 @@ class Watched(torch.optim.AdamW):
         ))  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "config",
+    ("config", "dtype"),
     [
-        BlockwiseConfig.lisa(blocks_active=2, switch_every=1),
-        BlockwiseConfig.badam(switch_every=1),
-        BlockwiseConfig(blocks_active=2, order="descending", outside="never", switch_every=1),
-        BlockwiseConfig(order=[LAYERS[1]], outside="never", switch_every=1, master_weights=False),
+        (lisa(blocks_active=2, switch_every=1), torch.bfloat16),
+        (badam(switch_every=1), torch.float32),
+        (BlockwiseConfig(blocks_active=2, order="descending", outside="never", switch_every=1), torch.bfloat16),
+        (BlockwiseConfig(order=[LAYERS[1]], outside="never", switch_every=1, master_weights=False), torch.bfloat16),
     ],
     ids=["lisa", "badam", "descending", "bare"],
 )
@@ -523,24 +393,21 @@ def test_the_closed_form_is_the_largest_of_what_there_is(config, dtype, monkeypa
     assert expected.state == state
     assert expected.masters == (masters if copies else 0)
     assert expected.step_gradients == (step_gradients if copies else 0)
-    assert expected.total == sum((expected.gradients, expected.state, expected.masters, expected.step_gradients))
 
 
 # -- saving -----------------------------------------------------------------------------------------------------------
 
 
-LISA = BlockwiseConfig.lisa(blocks_active=2, switch_every=3)
-BADAM = BlockwiseConfig.badam(switch_every=3)
+LISA = lisa(blocks_active=2, switch_every=3)
+BADAM = badam(switch_every=3)
 KEPT = BlockwiseConfig(order="ascending", switch_every=1, inactive_state="keep", outside="turns")
 
 
 @pytest.mark.parametrize(
     ("config", "dtype", "schedule"),
     [
-        (LISA, torch.float32, None),
         (LISA, torch.bfloat16, decaying),
-        (BADAM, torch.float32, decaying),
-        (BADAM, torch.bfloat16, None),
+        (BADAM, torch.float32, None),
         (KEPT, torch.float32, decaying),
         (KEPT, torch.bfloat16, None),
     ],
@@ -565,9 +432,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(config, dtype, schedule):
             rest_scheduler.load_state_dict(saved_and_loaded(beginning_scheduler.state_dict()))
         assert rest.active == beginning.active
         assert rest.state_bytes() == beginning.state_bytes()
-        train(second, rest, 20 - stop, rest_scheduler, first=stop)
+        train(second, rest, 14 - stop, rest_scheduler, first=stop)
         if stop == 8:
-            train(whole, optimizer, 20, scheduler)
+            train(whole, optimizer, 14, scheduler)
         assert trained(second) == trained(whole)
         assert_same(weights(second), weights(whole))
         assert rest.state_dict()["blockwise"].keys() == optimizer.state_dict()["blockwise"].keys()
@@ -576,27 +443,27 @@ def test_a_resumed_run_is_the_uninterrupted_one(config, dtype, schedule):
 
 def test_a_state_that_does_not_fit_is_refused_with_all_differences():
     model = model_of_four()
-    optimizer = BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.lisa(switch_every=3), lr=1e-2)
+    optimizer = BlockwiseOptimizer(model.parameters(), model, lisa(switch_every=3), lr=1e-2)
     train(model, optimizer, 4)
     before = copy.deepcopy(optimizer.state_dict())
     other = model_of_four()
     other.model.layers[0].requires_grad_(False)
-    badam = BlockwiseOptimizer(other.parameters(), other, BlockwiseConfig.badam(switch_every=5), torch.optim.SGD, lr=1)
+    saved = BlockwiseOptimizer(other.parameters(), other, badam(switch_every=5), torch.optim.SGD, lr=1)
     with pytest.raises(OffloadConfigError) as error:
-        optimizer.load_state_dict(badam.state_dict())
+        optimizer.load_state_dict(saved.state_dict())
     for word in (
         "switch_every=5",
         "order='random'",
         "outside='turns'",
         "blocks_active=1",
         "'SGD'",
-        "blocks model.embed",
+        "blocks=[",
     ):
         assert word in str(error.value), word
     headless = model_of_four()
     headless.lm_head.requires_grad_(False)
-    other = BlockwiseOptimizer(headless.parameters(), headless, BlockwiseConfig.lisa(switch_every=3), lr=1)
-    with pytest.raises(OffloadConfigError, match=r"lm_head.* trained: load it into the same model"):
+    other = BlockwiseOptimizer(headless.parameters(), headless, lisa(switch_every=3), lr=1)
+    with pytest.raises(OffloadConfigError, match=r"blocks=.*lm_head.* the same model, with the same parameters frozen"):
         other.load_state_dict(before)
     with pytest.raises(OffloadConfigError, match="not saved by a BlockwiseOptimizer"):
         optimizer.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
@@ -626,25 +493,9 @@ def test_a_step_that_the_scaler_skips_does_not_count():
         assert changed == (set() if overflows else under(model, LAYERS[active]))
 
 
-def test_a_closure_is_called_with_gradients():
-    model = model_of_four()
-    optimizer = BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.badam(switch_every=1), lr=1e-2)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(**batch(0)).loss
-        loss.backward()
-        return loss
-
-    first = optimizer.step(closure)
-    assert optimizer.turn == 1
-    with torch.no_grad():
-        assert model(**batch(0)).loss < first
-
-
 def test_a_copy_of_the_model_freezes_nothing():
     model = model_of_four()
-    optimizer = BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.badam(switch_every=1), lr=1e-2)
+    optimizer = BlockwiseOptimizer(model.parameters(), model, badam(switch_every=1), lr=1e-2)
     twin = copy.deepcopy(model)
     everything = trained(model)
     twin(**batch(0))
@@ -663,7 +514,7 @@ def test_adapters_take_turns_and_the_base_stays_frozen():
     )
     adapters = trained(model)
     assert all(".lora_" in name for name in adapters)
-    optimizer = BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.badam(switch_every=1), lr=1e-2)
+    optimizer = BlockwiseOptimizer(model.parameters(), model, badam(switch_every=1), lr=1e-2)
     visited = []
     for step in range(4):
         model(**batch(step)).loss.backward()
@@ -723,11 +574,11 @@ def test_a_model_without_blocks_is_refused():
 
 def test_a_second_optimizer_does_not_take_waiting_blocks_for_frozen_ones():
     model = model_of_four()
-    train(model, BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.badam(), lr=1), 1)
+    train(model, BlockwiseOptimizer(model.parameters(), model, badam(), lr=1), 1)
     with pytest.raises(OffloadConfigError, match="still wait for their turn in another"):
-        BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.badam(), lr=1)
+        BlockwiseOptimizer(model.parameters(), model, badam(), lr=1)
     release(model)
     assert trained(model) == under(model, "model", "lm_head")
-    optimizer = BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig.badam(), lr=1)
+    optimizer = BlockwiseOptimizer(model.parameters(), model, badam(), lr=1)
     with pytest.raises(OffloadConfigError, match="give it all parameters at once"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.projected import ApolloConfig, FrugalConfig, GaLoreConfig, ProjectedAdamW
-from hf_offload.optimizers.projected import projections as spaces
-from hf_offload.optimizers.projected.svd import leading_vectors
+from hf_offload.methods.projected import ApolloConfig, FrugalConfig, GaLoreConfig, ProjectedAdamW
+from hf_offload.methods.projected import projections as spaces
+from hf_offload.methods.projected.projections import leading_vectors
 from tests.helpers.train import saved_and_loaded
 
 SHAPES = {"tall": (24, 16), "wide": (16, 24), "square": (16, 16)}
@@ -67,46 +67,13 @@ def test_what_is_not_projected_has_the_bits_of_adamw(dtype):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("side", ["left", "right", "full"])
-def test_galore_on_the_identity_is_adamw(side):
-    shape = (8, 8)
-    mine, theirs = parameter(shape, 0, torch.float64), parameter(shape, 0, torch.float64)
-    numbers = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
-    optimizer = projected([mine], GaLoreConfig(rank=8, scale=1.0, proj_type=side, update_proj_gap=100), **numbers)
-    reference = torch.optim.AdamW([theirs], foreach=False, **numbers)
-    walk(optimizer, [mine], 1)
-    walk(reference, [theirs], 1)
-    with torch.no_grad():
-        mine.copy_(theirs)
-    for name, value in optimizer.state[mine].items():
-        if name in ("left", "right"):
-            value.copy_(torch.eye(8))
-        elif name != "step":
-            value.copy_(reference.state[theirs][name])
-    (found,), (wanted,) = walk(optimizer, [mine], 10, 1), walk(reference, [theirs], 10, 1)
-    assert not torch.equal(found, parameter(shape, 0, torch.float64))
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("projection", ["blocks", "columns", "random-k"])
-def test_frugal_with_everything_projected_is_adamw(projection):
+def test_frugal_with_everything_projected_is_adamw():
     mine, theirs = parameter((8, 6)), parameter((8, 6))
-    gap = 4 if projection == "blocks" else 100  # the others start their moments again
-    method = FrugalConfig(density=1.0, update_proj_gap=gap, projection=projection)
+    method = FrugalConfig(density=1.0, update_proj_gap=4)
     optimizer = projected([mine], method, weight_decay=0.1)
     reference = torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.1, foreach=False)
     (found,), (wanted,) = walk(optimizer, [mine], 10), walk(reference, [theirs], 10)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("method", [GaLoreConfig(rank=4), ApolloConfig(rank=4), FrugalConfig(projection="columns")])
-def test_weight_decay_is_decoupled(method):
-    one = parameter((8, 6))
-    before = one.detach().clone()
-    optimizer = projected([one], method, lr=0.1, weight_decay=0.5)
-    one.grad = torch.zeros_like(one)
-    optimizer.step()
-    torch.testing.assert_close(one.detach(), before * (1 - 0.1 * 0.5))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +158,7 @@ def test_apollo_takes_the_published_steps(shape, settings):
     method = {
         "channel": ApolloConfig(rank=4),
         "tensor": ApolloConfig(rank=4, scale=3.0, scale_by="tensor"),
-        "mini": ApolloConfig.mini(),
+        "mini": ApolloConfig(rank=1, scale=128**0.5, scale_by="tensor"),
     }[settings]
     mine, other = parameter(SHAPES[shape]), parameter(SHAPES[shape])
     optimizer = projected([mine], method, eps=TINY_EPS)
@@ -200,15 +167,6 @@ def test_apollo_takes_the_published_steps(shape, settings):
     (found,) = walk(optimizer, [mine], 9, 1)
     (wanted,) = walk(published_apollo([other], [seed], **theirs), [other], 10)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_apollo_draws_by_its_seed():
-    """The published one draws the same whatever the seed."""
-    ends = []
-    for seed in (0, 1):
-        mine = parameter((16, 16))
-        ends.append(walk(projected([mine], ApolloConfig(rank=4, seed=seed)), [mine], 2)[0])
-    assert not torch.allclose(*ends)
 
 
 def test_apollos_step_grows_slowly():
@@ -245,7 +203,7 @@ def test_apollo_is_not_held_down_by_a_gradient_of_zeros():
 
 
 def test_frugal_with_nothing_projected_is_sign_sgd():
-    for projection in ("blocks", "columns", "random-k", "random", "svd"):
+    for projection in ("blocks", "random", "svd"):
         one = parameter((8, 6))
         wanted = one.detach().clone()
         walk(
@@ -256,7 +214,7 @@ def test_frugal_with_nothing_projected_is_sign_sgd():
         torch.testing.assert_close(one.detach(), wanted)
 
 
-@pytest.mark.parametrize("projection", ["columns", "random-k", "random", "svd"])
+@pytest.mark.parametrize("projection", ["random", "svd"])
 def test_frugal_adds_adam_of_a_part_and_sgd_of_the_rest(projection):
     """The step without either half, from the two halves run alone; the rest has nothing of the part."""
     shape, rate = (12, 8), 1e-2
@@ -269,15 +227,8 @@ def test_frugal_adds_adam_of_a_part_and_sgd_of_the_rest(projection):
     both, part = step(), step(free_scale=0.0)
     rest = both - part
     torch.testing.assert_close((rest * part).sum() / part.norm() / rest.norm(), torch.tensor(0.0), atol=0.15, rtol=0)
-    if projection in ("columns", "random-k"):
-        moved = part != 0
-        assert moved.sum() == 96 // 4
-        torch.testing.assert_close(rest, gradient(shape, 0) * ~moved, atol=1e-5, rtol=1e-4)
-        if projection == "columns":
-            assert sorted(moved.sum(0).tolist()) == [0] * 6 + [12] * 2
-    else:
-        assert torch.linalg.matrix_rank(part, rtol=1e-3) == 2
-        assert torch.linalg.matrix_rank(rest, rtol=1e-3) == 6
+    assert torch.linalg.matrix_rank(part, rtol=1e-3) == 2
+    assert torch.linalg.matrix_rank(rest, rtol=1e-3) == 6
 
 
 @pytest.mark.parametrize("projection", ["random", "svd"])
@@ -304,17 +255,6 @@ def test_frugal_gives_every_matrix_its_turn():
     assert set.union(*turns) == set(range(7))
 
 
-def test_random_entries_are_spread_and_distinct():
-    projection = spaces.Projection("random-k", "left", 7, (5, 6))
-    counts = torch.zeros(30)
-    for seed in range(2000):
-        indices = spaces.drawn_space(projection, seed, torch.zeros(())).indices
-        assert indices.unique().numel() == 7
-        counts[indices] += 1
-    assert (counts / 2000).mean() == pytest.approx(7 / 30)
-    assert 0.15 < (counts / 2000).min() < (counts / 2000).max() < 0.3
-
-
 # --------------------------------------------------------------------------------------------------------- projections
 
 
@@ -339,19 +279,6 @@ def test_randomised_vectors_hold_what_the_exact_ones_do(shape, side):
     assert held(exact=False) >= 0.99 * held(exact=True)
 
 
-def test_randomised_vectors_of_a_matrix_of_small_rank_are_exact_up_to_sign():
-    generator = torch.Generator().manual_seed(0)
-    matrix = (
-        torch.randn(60, 5, generator=generator)
-        @ torch.diag(torch.tensor([9.0, 7, 5, 3, 1]))
-        @ torch.randn(5, 40, generator=generator)
-    )
-    left, right = leading_vectors(matrix, 5, "full", generator=generator)
-    exact_left, exact_right = leading_vectors(matrix, 5, "full", exact=True)
-    torch.testing.assert_close((exact_left.t() @ left).abs(), torch.eye(5), atol=1e-4, rtol=0)
-    torch.testing.assert_close((exact_right @ right.t()).abs(), torch.eye(5), atol=1e-4, rtol=0)
-
-
 def raising(*_, **__):
     raise torch.linalg.LinAlgError("did not converge")
 
@@ -364,13 +291,6 @@ def test_svd_that_fails_is_done_in_another_way(monkeypatch):
     assert torch.equal(found, wanted)
     monkeypatch.setattr(torch.linalg, "svd", raising)
     assert leading_vectors(matrix, 4, "right", generator=torch.Generator().manual_seed(0)) is None
-
-
-def test_vectors_that_are_no_numbers_are_not_taken(monkeypatch):
-    """LAPACK raises then, but not every library does."""
-    matrix = gradient((20, 12), 0)
-    monkeypatch.setattr(torch.linalg, "svd", lambda m, **_: tuple(torch.full_like(m, float("nan")) for _ in range(3)))
-    assert leading_vectors(matrix, 4, "left", exact=True) is None
 
 
 def test_a_gradient_without_numbers_leaves_the_projection_as_it_was(caplog):
@@ -412,30 +332,19 @@ def test_new_projections_are_staggered(method, count):
     assert [sum(step[number] for step in renewals) for number in range(count)] == [2] * count
 
 
-def test_projections_are_renewed_together_if_asked():
-    ones = [parameter((8, 8), seed) for seed in range(3)]
-    optimizer = projected(ones, ApolloConfig(rank=4, update_proj_gap=3, stagger=False))
-    seeds = []
-    for step in range(7):
-        walk(optimizer, ones, 1, step)
-        seeds.append([int(optimizer.state[one]["seed"]) for one in ones])
-    assert seeds[0] == seeds[2] != seeds[3] == seeds[5] != seeds[6]
-    assert len({seed for step in (0, 3, 6) for seed in seeds[step]}) == 9
-
-
 # ------------------------------------------------------------------------------------------------- moments at a refresh
 
 
-def at_refresh(on_refresh, proj_type="right"):
+def at_refresh(on_refresh):
     """Back-projected first moments just before and after a new projection, and both bases; the gradient is zero."""
     one = parameter((16, 12))
-    method = GaLoreConfig(rank=4, update_proj_gap=3, on_refresh=on_refresh, stagger=False, proj_type=proj_type)
+    method = GaLoreConfig(rank=4, update_proj_gap=3, on_refresh=on_refresh, stagger=False, proj_type="right")
     optimizer = projected([one], method, betas=(0.9, 0.99), lr=0.0)
     walk(optimizer, [one], 3)
     state = optimizer.state[one]
     before = {name: value.clone() for name, value in state.items()}
     walk(optimizer, [one], 1, 3)
-    return before, state, spaces.Basis(state.get("left"), state.get("right")).project(gradient((16, 12), 3))
+    return before, state, spaces.Basis(None, state["right"]).project(gradient((16, 12), 3))
 
 
 def test_moments_are_kept_at_a_refresh_as_published():
@@ -466,27 +375,6 @@ def test_moments_start_again_at_a_refresh():
     )  # the bias correction starts again as well
 
 
-@pytest.mark.parametrize("proj_type", ["left", "right", "full"])
-def test_moments_are_projected_at_a_refresh(proj_type):
-    before, after, small = at_refresh("project", proj_type)
-    old, new = (spaces.Basis(state.get("left"), state.get("right")) for state in (before, after))
-    whole = torch.zeros(16, 12)
-    old.add_back(whole, before["exp_avg"], 1.0)
-    torch.testing.assert_close(after["exp_avg"], 0.9 * new.project(whole) + 0.1 * small, atol=1e-6, rtol=1e-5)
-    assert (after["exp_avg_sq"] >= 0).all()
-    kept = (after["exp_avg_sq"] - 0.01 * small**2).sum() / 0.99
-    assert 0 < kept < before["exp_avg_sq"].sum()  # a part of the old space is not in the new one
-
-
-def test_projected_moments_in_an_unchanged_space_stay():
-    basis = spaces.random_basis(
-        spaces.Projection("random", "full", 4, (16, 12)), torch.zeros(()), torch.Generator().manual_seed(0)
-    )
-    first, second = torch.randn(4, 4), torch.rand(4, 4)
-    for found, wanted in zip(spaces.turn_moments(basis, basis, first, second), (first, second), strict=True):
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-
-
 # ---------------------------------------------------------------------------------------------------- transposed weights
 
 
@@ -498,10 +386,7 @@ def test_projected_moments_in_an_unchanged_space_stay():
             for side in ("std", "reverse_std", "left", "full")
         ],
         ApolloConfig(rank=4, update_proj_gap=3),
-        *[
-            FrugalConfig(projection=kind, svd="exact", update_proj_gap=3)
-            for kind in ("blocks", "columns", "random-k", "random", "svd")
-        ],
+        *[FrugalConfig(projection=kind, svd="exact", update_proj_gap=3) for kind in ("blocks", "random", "svd")],
     ],
     ids=lambda method: f"{method.name}-{getattr(method, 'proj_type', getattr(method, 'projection', ''))}",
 )
@@ -532,15 +417,10 @@ def test_all_wrong_settings_are_told_at_once():
             rank=0, proj_type="reverse", scale=float("nan"), update_proj_gap=0, state_dtype="int8", svd="fast", seed=-1
         )
     assert len(caught.value.problems) == 7
-    with pytest.raises(OffloadConfigError, match="needs an orthonormal basis"):
-        ApolloConfig(on_refresh="project")
     with pytest.raises(OffloadConfigError, match="take their moments with them"):
-        FrugalConfig(projection="columns", on_refresh="keep")
+        FrugalConfig(projection="blocks", on_refresh="keep")
     with pytest.raises(OffloadConfigError, match="growth"):
         ApolloConfig(norm_growth_limit=0.5)
-    with pytest.raises(OffloadConfigError, match="betas") as caught:
-        projected([parameter((8, 8))], GaLoreConfig(rank=4), lr=-1.0, betas=(0.9, 1.0))
-    assert len(caught.value.problems) == 2
 
 
 def test_a_rank_above_the_smaller_dimension_names_the_parameters():
@@ -556,7 +436,6 @@ def test_a_rank_above_the_smaller_dimension_names_the_parameters():
     for proj_type in ("std", "left", "right", "full"):  # there are but 12 singular vectors on either side
         with pytest.raises(OffloadConfigError, match="rank=13"):
             ProjectedAdamW(group(q=(16, 12)), GaLoreConfig(rank=13, proj_type=proj_type))
-    ProjectedAdamW(group(q=(16, 12)), FrugalConfig(projection="random-k"))
 
 
 def test_a_group_that_is_added_later_is_checked_too():

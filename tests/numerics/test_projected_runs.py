@@ -12,8 +12,8 @@ from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.param_groups import param_groups
-from hf_offload.optimizers.projected import (
+from hf_offload.methods.param_groups import param_groups
+from hf_offload.methods.projected import (
     ApolloConfig,
     FrugalConfig,
     GaLoreConfig,
@@ -21,22 +21,21 @@ from hf_offload.optimizers.projected import (
     UpdateInBackward,
     state_bytes,
 )
-from hf_offload.optimizers.projected.sizes import adamw_bytes
+from hf_offload.methods.projected.sizes import adamw_bytes
 from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
 
 SHARED = {"update_proj_gap": 5}
+EIGHT_BIT = dict.fromkeys(("state_dtype", "plain_state_dtype", "projector_dtype"), "8bit")
 METHODS = {
     "galore": GaLoreConfig(rank=4, **SHARED),
-    "galore-full-project": GaLoreConfig(rank=4, proj_type="full", on_refresh="project", **SHARED),
+    "galore-full": GaLoreConfig(rank=4, proj_type="full", **SHARED),
     "galore-exact-reset": GaLoreConfig(rank=4, proj_type="reverse_std", svd="exact", on_refresh="reset", **SHARED),
-    "galore-8bit": GaLoreConfig.eight_bit(rank=4, block_size=64, **SHARED),
+    "galore-8bit": GaLoreConfig(rank=4, block_size=64, **EIGHT_BIT, **SHARED),
     "galore-bfloat16": GaLoreConfig(rank=4, projector_dtype="bfloat16", plain_state_dtype="bfloat16", **SHARED),
     "apollo": ApolloConfig(rank=4, **SHARED),
-    "apollo-mini": ApolloConfig.mini(**SHARED),
+    "apollo-mini": ApolloConfig(rank=1, scale=128**0.5, scale_by="tensor", **SHARED),
     "frugal-blocks": FrugalConfig(free_scale=0.1, **SHARED),
-    "frugal-columns": FrugalConfig(projection="columns", free_scale=0.1, **SHARED),
-    "frugal-random-k": FrugalConfig(projection="random-k", free_scale=0.1, free_rule="sgd", **SHARED),
-    "frugal-random": FrugalConfig(projection="random", on_refresh="project", free_scale=0.1, **SHARED),
+    "frugal-random": FrugalConfig(projection="random", free_scale=0.1, free_rule="sgd", **SHARED),
     "frugal-svd": FrugalConfig(projection="svd", free_scale=0.1, **SHARED),
 }
 
@@ -97,7 +96,7 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize(("decaying", "in_backward"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("decaying", "in_backward"), [(False, False), (True, True)])
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(name, decaying, in_backward):
     """Stopped after 8 steps, between two projections of most parameters; the resumed one gets new ones later."""
     settings = {"decaying": decaying, "in_backward": in_backward}
@@ -109,12 +108,6 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(name, decaying, 
     resumed = Run(method_of(name), seed=1, **settings).load(saved)
     resumed.train(8, 13)
     assert_same(resumed, whole)
-
-
-def test_another_seed_is_another_run():
-    one, other = (Run(ApolloConfig(rank=4, seed=seed)) for seed in (0, 1))
-    one.train(0, 2), other.train(0, 2)
-    assert not torch.equal(one.tensors()[1], other.tensors()[1])
 
 
 def test_loading_keeps_the_dtypes_of_the_state():
@@ -158,15 +151,14 @@ def test_a_state_dict_of_something_else_is_refused():
     adamw = torch.optim.AdamW([{"params": g["params"]} for g in run.optimizer.param_groups])
     with pytest.raises(OffloadConfigError, match="not saved by a projected optimizer"):
         run.optimizer.load_state_dict(adamw.state_dict())
-    with pytest.raises(OffloadConfigError, match="saved by apollo, but this optimizer is galore"):
+    with pytest.raises(OffloadConfigError, match="saved with name='apollo', but this optimizer has 'galore'"):
         run.optimizer.load_state_dict(Run(METHODS["apollo"]).optimizer.state_dict())
     other = Run(GaLoreConfig(rank=8, seed=1, **SHARED)).optimizer.state_dict()
-    with pytest.raises(OffloadConfigError, match="rank=8, but this optimizer has rank=4") as caught:
+    with pytest.raises(OffloadConfigError, match=r"seed=1, .*; rank=8, but this optimizer has 4"):
         run.optimizer.load_state_dict(other)
-    assert len(caught.value.problems) == 2
     swapped = run.optimizer.state_dict()
     swapped["param_groups"][0]["projected"] = False  # another model, or other targets
-    with pytest.raises(OffloadConfigError, match="Group 0 of the state dict has projected=False"):
+    with pytest.raises(OffloadConfigError, match="projected=False in group 0, but this optimizer has True"):
         run.optimizer.load_state_dict(swapped)
     assert run.save() == before
 
@@ -205,26 +197,6 @@ def test_update_in_backward_never_holds_all_gradients():
     assert most(in_backward=False) == (total, total)
     # Hooks of one parameter run in the order they were made, so its own gradient is gone when it is counted.
     assert most(in_backward=True) == (0, 0)
-
-
-def test_update_in_backward_drops_a_gradient_before_the_next_one_is_made():
-    run = Run(METHODS["galore"])
-    parameters = list(run.model.parameters())
-    alive = []
-    for one in parameters:
-        one.register_post_accumulate_grad_hook(
-            lambda _: alive.append(sum(p.grad.numel() for p in parameters if p.grad is not None))
-        )
-    UpdateInBackward(run.optimizer)
-    run.model(**tiny_batch("llama")).loss.backward()
-    assert len(alive) == len(parameters)
-    assert max(alive) == max(p.numel() for p in parameters)
-
-
-def test_a_second_update_in_backward_is_refused():
-    optimizer = Run(METHODS["galore"], in_backward=True).optimizer
-    with pytest.raises(OffloadConfigError, match="already"):
-        UpdateInBackward(optimizer)
 
 
 def test_a_second_backward_before_a_step_is_refused():
@@ -312,19 +284,6 @@ def test_the_state_has_the_bytes_that_were_counted(name, architecture):
     assert sizes == [counted] * turns or "blocks" in name
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_training_what_is_projected_lowers_the_loss(name):
-    """Embeddings, head and norms stand still, so it is the method that does it."""
-    run = Run(method_of(name))
-    for group in run.optimizer.param_groups:
-        if not group["projected"]:
-            group["lr"] = 0.0
-    run.schedule = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1.0)
-    first = run.train(0, 3)
-    run.train(3, 27)
-    assert sum(run.train(27, 30)) < 0.9 * sum(first)
-
-
 def test_every_dtype_takes_the_bytes_that_were_counted():
     pytest.importorskip("bitsandbytes")
     for kept in (None, "float32", "bfloat16", "8bit"):
@@ -333,24 +292,6 @@ def test_every_dtype_takes_the_bytes_that_were_counted():
         run.train(0, 1)
         counted = state_bytes(*shapes_of(run.optimizer), method, torch.bfloat16)
         assert real_bytes(run.optimizer) == counted, kept
-
-
-def test_adamw_takes_the_bytes_that_were_counted():
-    model = tiny_model("llama")
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(**tiny_batch("llama")).loss.backward()
-    optimizer.step()
-    assert real_bytes(optimizer) == adamw_bytes(tuple(p.shape) for p in model.parameters())
-
-
-def test_eight_bits_stay_near_thirty_two():
-    pytest.importorskip("bitsandbytes")
-    losses = {}
-    for kept in (None, "8bit"):
-        method = GaLoreConfig(rank=4, state_dtype=kept, plain_state_dtype=kept, block_size=64)
-        losses[kept] = Run(method).train(0, 15)
-    assert losses["8bit"] != losses[None]
-    assert losses["8bit"] == pytest.approx(losses[None], rel=0.02)
 
 
 def test_eight_bits_without_bitsandbytes_say_what_to_install(monkeypatch):
@@ -381,7 +322,7 @@ def llama_shapes(hidden, ffn, layers):
     ],
 )
 def test_the_papers_savings(kept, projector, plain, block_size, saved_1b, saved_7b):
-    """-65.5 % and -82.5 %: the table in the module's docstring."""
+    """-65.5 % and -82.5 %."""
     for size, saved in (("1B", saved_1b), ("7B", saved_7b)):
         *shape, rank = LLAMAS[size]
         projected, others = llama_shapes(*shape)
@@ -398,7 +339,7 @@ def test_the_papers_saving_of_total_memory():
     *shape, rank = LLAMAS["7B"]
     projected, others = llama_shapes(*shape)
     weight_bytes = 2 * sum(torch.Size(one).numel() for one in (*projected, *others))
-    method = GaLoreConfig.eight_bit(rank=rank, block_size=2048)
+    method = GaLoreConfig(rank=rank, block_size=2048, **EIGHT_BIT)
     state = state_bytes(projected, others, method, torch.bfloat16)
     largest_gradient = 2 * 32000 * 4096
     ours = weight_bytes + state + largest_gradient + 2e9

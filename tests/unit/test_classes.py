@@ -6,7 +6,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.memory_modes.lora import Lora
+from hf_offload.methods.lora.lora import Lora
 from hf_offload.settings.recipes import DataRecipe
 from hf_offload.training.tasks import classes
 from hf_offload.training.tasks.task import Setup

@@ -7,8 +7,8 @@ from transformers import Trainer
 from transformers.pytorch_utils import Conv1D
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.param_groups import param_groups
-from hf_offload.optimizers.projected import GaLoreConfig, ProjectedAdamW
+from hf_offload.methods.param_groups import param_groups
+from hf_offload.methods.projected import GaLoreConfig, ProjectedAdamW
 from hf_offload.structure.linears import chosen_linears
 from tests.helpers.tiny_models import NAMES, tiny_batch, tiny_model
 

@@ -11,7 +11,7 @@ import pytest
 from pydantic import Field, TypeAdapter
 
 from hf_offload import OffloadConfig, OffloadConfigError, SampledLinearConfig
-from hf_offload.memory_modes.lora import Lora
+from hf_offload.methods.lora.lora import Lora
 from hf_offload.settings.classes import (
     ALWAYS,
     NEVER,

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers.pytorch_utils import Conv1D
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.optimizers.blockwise.freezing import is_waiting
+from hf_offload.methods.blockwise.freezing import is_waiting
 from hf_offload.settings.sampling import GRADIENT_CACHE, SampledLinearConfig
 from hf_offload.structure.linears import choose_linears, outside_of_blocks
 from hf_offload.surgery import Undo, swap_class

@@ -1,0 +1,269 @@
+"""The optimizer: two forward passes a step, and no gradients."""
+
+import dataclasses
+import logging
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hf_offload.errors import OffloadConfigError, OffloadError
+from hf_offload.interrupts import signals_deferred
+from hf_offload.methods.mezo.blocks import Passes
+from hf_offload.methods.mezo.checks import HOW, check_model, check_options, check_ready, check_weights, losses_of
+from hf_offload.methods.mezo.directions import BACK, MINUS, PLUS, Shift, checksum
+from hf_offload.methods.mezo.log import MezoLog, Row, Setup
+from hf_offload.methods.mezo.processes import Losses, Processes
+from hf_offload.methods.mezo.trajectory import Copy, Step, Trajectory
+from hf_offload.methods.projected.projections import draw_seed
+
+logger = logging.getLogger(__name__)
+
+_SEED_BITS = (1 << 32) - 1
+"""PyTorch's generator on the CPU uses no more of a seed."""
+
+_RATES = "learning rate or decay"
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+class MeZO(Optimizer):
+    """Descends along random directions: ``g = (L(w + eps z) - L(w - eps z)) / (2 eps)``, then
+    ``w -= lr (g z + weight_decay w)``, with ``z`` normally distributed. ::
+
+        optimizer = MeZO(model.parameters(), model, lr=1e-6)
+        loss = optimizer.step(lambda: model(**batch).loss)
+
+    Both losses are computed in eval mode and without a graph. They have to be of the same batch, and what they draw at random
+    is the same, as the generators are put back in between. Each direction is drawn
+    from a seed of its own as often as it is needed, so that nothing but the weights, one ``z`` of the largest weight and the
+    activations of one forward is in memory.
+
+    With several processes (``torch.distributed``), all of them make each step, each with its part of the batch: the losses
+    are averaged, and all have the same weights, which are those of rank 0 before the first step.
+
+    Args:
+        params: As for every optimizer, groups with their own ``lr`` and ``weight_decay`` included. Those that do not require
+            gradients are left alone.
+        model: What computes the loss, with all of ``params``. Directions are drawn in the order of its parameters.
+        eps: How far the weights go in each direction.
+        restore: ``"reference"``: weights go back by adding ``eps z`` again, as in the authors' code. It does not give the
+            same bits: rounding errors stay. ``"pristine"``: a copy of the weights is kept while the losses are computed, on
+            the tier of those that leave memory.
+        seed: The seeds of all steps depend on it.
+        lr: Learning rate, of groups that have none.
+        weight_decay: Of groups that have none.
+
+    Attributes:
+        log: The steps so far (:class:`~hf_offload.methods.mezo.log.MezoLog`). It is a part of the state dict, and there is
+            no other state.
+        projected_gradient: ``g`` of the last evaluation.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for parameters that are sharded, on several devices, or not the
+    model's, for a model that is wrapped for gradients, and for a state dict that was saved with other settings or other
+    parameters.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        model: nn.Module,
+        *,
+        eps: float = 1e-3,
+        restore: str = "reference",
+        seed: int = 0,
+        lr: float = 1e-6,
+        weight_decay: float = 0.0,
+    ):
+        check_model(model)
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        check_options(eps, restore, self.param_groups)
+        group_of = {one: number for number, group in enumerate(self.param_groups) for one in group["params"]}
+        mine = [(name, one) for name, one in model.named_parameters() if one in group_of]
+        self._weights = {name: one for name, one in mine if one.requires_grad}
+        check_weights(self._weights, len(group_of) - len(mine))
+        self._model = weakref.ref(model)
+        first = next(iter(self._weights.values()))
+        setup = Setup(
+            names=tuple(self._weights),
+            shapes=tuple(tuple(one.shape) for one in self._weights.values()),
+            dtypes=tuple(str(one.dtype) for one in self._weights.values()),
+            groups=tuple(group_of[one] for one in self._weights.values()),
+            eps=float(eps),
+            restore=restore,
+            seed=seed,
+            device=first.device.type,
+        )
+        self.projected_gradient: float | None = None
+        self._evaluated = False
+        self._loaded: tuple[int, ...] = ()  # checksums of the weights that a state was saved with
+        self._trajectory = Trajectory(self._weights)
+        self._passes = Passes()
+        self._processes = Processes()
+        self.log = MezoLog(setup)
+
+    @torch.no_grad()
+    def evaluate(self, closure: Callable[[], Any], *, sums: bool = False) -> Tensor:
+        """Compute the two losses, with ``closure``, and the projected gradient, which :meth:`step` then uses. Returns the
+        first loss, that of ``w + eps z``, of all processes. Weights go back whatever ``closure`` raises.
+
+        ``closure`` returns the loss, or a list of losses of micro-batches, which are averaged, or added up with ``sums``.
+
+        Raises :class:`~hf_offload.errors.OffloadError` for a loss that is not one finite number, such as the mean over a
+        batch without labels, and where another process has raised an error.
+        """
+        self._evaluated = False
+        same = {"step": len(self.log.rows), _RATES: self._row(0, 0.0)[2:]}
+        self._processes.begin(self._model_alive(), self.log.setup, same, self._check)
+        if not self.log.rows:
+            self.log.initial = self._sums()
+        self._loaded = ()
+        first, second = self._processes.losses(lambda: self._losses(closure), sums)
+        self.projected_gradient = self._gradient(first, second)
+        self._evaluated = True
+        return first
+
+    def _check(self) -> None:
+        check_ready(self._weights, self._model_alive(), self.log.setup)
+        self._trajectory.check()
+        saved = zip(self._weights.items(), self._loaded, strict=bool(self._loaded))
+        wrong = [name for (name, one), known in saved if checksum(one) != known]
+        if wrong:
+            raise OffloadConfigError(
+                f"The state of MeZO was saved with other weights than the model has: {len(wrong)} of {len(self._weights)} "
+                f"differ, such as {', '.join(wrong[:3])}. Load all weights of that checkpoint, and look whether its loading "
+                "has said that names did not match; or start without the state, and with another seed."
+            )
+
+    def _sums(self) -> tuple[int, ...]:
+        return tuple(map(checksum, self._weights.values()))
+
+    def _losses(self, closure: Callable[[], Any]) -> Losses:
+        """What ``closure`` returns with weights moved either way. They go back."""
+        setup, trajectory, model = self.log.setup, self._trajectory, self._model_alive()
+        plus, minus, back = (Shift(scale, setup.eps) for scale in (PLUS, MINUS, BACK))
+        is_pristine = setup.restore == "pristine"
+        moves: list[Step] = [Copy.KEEP, plus, minus, Copy.RETURN] if is_pristine else [plus, minus, back]
+        before = len(self.log.rows)
+        seed = draw_seed(setup.seed, 0, before) & _SEED_BITS
+
+        def computed() -> Tensor:
+            with trajectory.computing():
+                return losses_of(closure())
+
+        modes = [(module, module.training) for module in model.modules()]
+        try:
+            model.eval()
+            with signals_deferred:
+                trajectory.begin_step(seed, moves)
+                # Until step() says otherwise, weights go there and back, and no update is made.
+                self.log.rows.append(self._row(seed, math.nan))
+                trajectory.advance(2 if is_pristine else 1)
+            return self._passes.losses(trajectory, model, computed)
+        finally:
+            with signals_deferred:
+                for module, training in modes:
+                    module.training = training
+                if len(self.log.rows) > before:
+                    trajectory.advance()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Tensor | None:  # type: ignore[override]
+        """Update all weights, after :meth:`evaluate` with ``closure`` if one is given. Returns what that does, or None.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` for a rate or decay that is another one in another process.
+        """
+        loss = None if closure is None else self.evaluate(closure)
+        if not self._evaluated or self.projected_gradient is None:
+            raise OffloadError(f"MeZO's step() has no losses to work with: {HOW}.")
+        row = self._row(self.log.rows[-1].seed, self.projected_gradient)
+        self._processes.check_same({_RATES: row[2:]})
+        groups = self.log.setup.groups
+        with signals_deferred:
+            self._evaluated = False
+            self.log.rows[-1] = row
+            self._trajectory.update(lambda number: row.update_of(groups[number]))
+        return loss
+
+    def _row(self, seed: int, gradient: float) -> Row:
+        rates, decays = (tuple(float(group[key]) for group in self.param_groups) for key in ("lr", "weight_decay"))
+        return Row(seed, gradient, rates, decays)
+
+    def _gradient(self, first: Tensor, second: Tensor) -> float:
+        found = float(((first - second) / (2 * self.log.setup.eps)).item())
+        if not math.isfinite(found):
+            raise OffloadError(
+                f"Step {len(self.log.rows)} of MeZO: the losses are {first.item()} and {second.item()}, which is not finite, "
+                "or they differ by more than their dtype can hold, divided by 2 eps. The weights have gone back, and no "
+                "update was made. If no label of the batch counts (all are -100), leave the batch out; otherwise lower the "
+                "learning rate, or change eps."
+            )
+        if first.dtype in _NARROW and len(self.log.rows) == 1:
+            logger.warning(
+                "MeZO divides the difference of two losses by 2 eps, and the loss is %s, which has too few digits for that: "
+                "compute it in float32.",
+                first.dtype,
+            )
+        return found
+
+    def _model_alive(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise OffloadError("The model of this MeZO has gone: keep it as long as its optimizer.")
+        return model
+
+    def end_training(self) -> None:
+        """Let the other processes go, until the next step. Idempotent."""
+        self._processes.end()
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimizer is made: the log knows the parameters it began with."""
+        if hasattr(self, "log"):
+            raise OffloadConfigError(
+                "MeZO's parameters are fixed, as its log begins with all of them: make a new optimizer with these."
+            )
+        super().add_param_group(param_group)
+
+    def save_log(self, path: Any) -> None:
+        """Write the log to a file, with checksums of the weights as they are now."""
+        self._log_with_sums().save(path)
+
+    def load_log(self, log: MezoLog) -> None:
+        """Go on after the steps of ``log``, which :meth:`save_log` has written.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` if it is of other settings or other parameters. Weights that are
+        not those it was saved with are an error of the next step.
+        """
+        self.log.setup.check(log.setup)
+        # Accelerate's prepare() saves and loads at once.
+        self._loaded = () if log.rows == self.log.rows else log.final
+        self.log = dataclasses.replace(log, rows=[*log.rows], final=())
+        self._evaluated = False
+
+    def _log_with_sums(self) -> MezoLog:
+        return dataclasses.replace(self.log, final=self._sums()) if self.log.rows else self.log
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise OffloadError(
+            "MeZO is not copied or pickled, as it belongs to a model: make one for the other model, and load state_dict()."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Options of the groups, and the log, with checksums of the weights as they are now."""
+        return {**super().state_dict(), **self._log_with_sums().state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over ``state_dict``.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` if it was saved with other settings or other parameters. Weights
+        that are not those it was saved with are an error of the next step.
+        """
+        log = MezoLog.from_state(state_dict)
+        self.log.setup.check(log.setup)
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        self.load_log(log)

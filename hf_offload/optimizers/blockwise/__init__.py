@@ -1,7 +1,0 @@
-"""Block-wise training: a few blocks of a model train at a time (LISA, BAdam)."""
-
-from hf_offload.optimizers.blockwise.freezing import release
-from hf_offload.optimizers.blockwise.optimizer import BlockwiseOptimizer
-from hf_offload.optimizers.blockwise.schedule import BlockwiseBytes, BlockwiseConfig, deepest_turn, peak_bytes
-
-__all__ = ["BlockwiseBytes", "BlockwiseConfig", "BlockwiseOptimizer", "deepest_turn", "peak_bytes", "release"]
