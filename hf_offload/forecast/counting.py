@@ -22,7 +22,7 @@ from hf_offload.engine.selection import WeightIndex, record_span
 from hf_offload.errors import OffloadPlanError
 from hf_offload.forecast.fake import any_data, mode_of, run_backward, with_values
 from hf_offload.interrupts import signals_deferred
-from hf_offload.memory_modes.protocol import OptimizerBytes
+from hf_offload.methods.protocol import OptimizerBytes
 from hf_offload.plan.footprint import Footprint, Saved
 from hf_offload.planning.recorder import StepRecorder
 from hf_offload.planning.unit_weights import unit_weights

@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_offload.errors import OffloadPlanError
 from hf_offload.forecast.counting import bytes_of_weights, count_footprint
-from hf_offload.memory_modes.protocol import OptimizerBytes
+from hf_offload.methods.protocol import OptimizerBytes
 from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment
 from hf_offload.structure.units import find_blocks, find_units
 

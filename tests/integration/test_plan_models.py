@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import transformers
+from hf_offload.memory_modes.protocol import OptimizerBytes
 from torch._subclasses.fake_tensor import FakeTensor
 from typer.testing import CliRunner
 
@@ -13,7 +14,6 @@ from hf_offload.cli.main import app
 from hf_offload.forecast.counting import count_footprint
 from hf_offload.forecast.fake import fake_mode
 from hf_offload.forecast.workload_sources import find_workload
-from hf_offload.memory_modes.protocol import OptimizerBytes
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem

@@ -7,13 +7,13 @@ import types
 import pytest
 import torch
 import transformers
+from hf_offload.memory_modes.protocol import OptimizerBytes
 
 from hf_offload import OffloadConfig, offload_activations
 from hf_offload.errors import OffloadPlanError
 from hf_offload.forecast.counting import count_footprint
 from hf_offload.forecast.fake import fake_mode
 from hf_offload.forecast.scaling import Family
-from hf_offload.memory_modes.protocol import OptimizerBytes
 from hf_offload.structure.units import find_blocks, find_units
 from hf_offload.transforms.rematerialization.apply import ElementwiseBlocks, Rematerialization
 from hf_offload.transforms.sampling.apply import Sampling
