@@ -32,6 +32,7 @@ import torch
 import transformers  # noqa: F401  its log handler keeps the stderr of its import, which must outlive a single test
 
 from hf_offload.plan.hardware import Hardware, Measurement
+from tests.helpers.tiny_recipe import write_tiny_recipe
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -67,36 +68,11 @@ def pytest_sessionfinish() -> None:
     end(snapshot_processes("XDG_CACHE_HOME", _CACHE.name))
 
 
-TINY_RECIPE = """
-model:
-  architecture: gpt2
-  config: {n_layer: 2, n_embd: 64, n_head: 2, n_positions: 64, attn_pdrop: 0.1}
-data:
-  files: [text.txt]
-  tokenizer: {train_bpe: 300}
-  sequence_length: 32
-training:
-  output_dir: out
-  seed: 7
-  max_steps: 4
-  per_device_train_batch_size: 2
-  learning_rate: 1e-3
-  save_strategy: no
-  disable_tqdm: true
-"""
-
-
 @pytest.fixture
 def tiny_recipe(tmp_path, monkeypatch):
     """A recipe that trains in a second, in an empty current directory; everything it writes stays there."""
     monkeypatch.chdir(tmp_path)
-    words = ["offload", "saved", "tensor", "gradient", "exact", "disk", "memory", "step", "block", "layer"]
-    text = "\n".join(" ".join(words[(i * j) % 10] for j in range(1, 12)) for i in range(200))
-    (tmp_path / "text.txt").write_text(text)
-    (tmp_path / "tier").mkdir()
-    path = tmp_path / "tiny.yaml"
-    path.write_text(TINY_RECIPE)
-    return path
+    return write_tiny_recipe(tmp_path)
 
 
 @pytest.fixture

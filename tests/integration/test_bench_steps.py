@@ -126,7 +126,7 @@ def test_tables_and_pictures_are_written(real):
     assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("ways", "rounds"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("ways", "rounds"), [(2, 1), (4, 2)])
 def test_a_picture_says_what_its_lines_are_and_that_it_is_of_one_round(tmp_path, monkeypatch, ways, rounds):
     figure = pytest.importorskip("matplotlib.figure").Figure
     drawn, save = [], figure.savefig
@@ -439,12 +439,6 @@ def test_the_faster_allocator_goes_on_and_is_what_is_reported(recipe, monkeypatc
     assert trials == [("baseline", "the slow one", 4.0), ("recompute", "the slow one", 4.0)]
 
 
-def test_windows_of_different_sizes_are_strategies_of_their_own(recipe, monkeypatch):
-    order = fake_runner(monkeypatch, {})
-    assert bench(recipe, "--strategies", "baseline,ours:ssd@64MiB,ours:ssd@1GiB").exit_code == 0
-    assert [name.split("_")[2] for name in order] == ["baseline", "ours:ssd@64MiB", "ours:ssd@1GiB"]
-
-
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
@@ -561,22 +555,15 @@ def test_a_dry_run_lists_the_cells_and_runs_none(recipe, monkeypatch):
     assert not Path("o").exists()
 
 
-def test_the_page_names_every_strategy_and_help_loads_nothing():
+def test_the_page_names_every_strategy():
     page = (REPOSITORY / "docs" / "benchmarks.md").read_text()
     assert all(f"`{name}`" in page for name in strategy_names())
-    code = "import sys, hf_offload.cli.main; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a shell script that reads /proc")
-@pytest.mark.parametrize("exists", [True, False])
-def test_the_script_for_a_gpu_checks_itself(recipe, exists):
+def test_the_script_for_a_gpu_checks_itself(recipe):
     """Every command in it is understood, and nothing is written: not the folder either that only a real run makes."""
     directory, there = recipe.parent / "not" / "yet", recipe.parent
-    if exists:
-        directory = there = recipe.parent / "tier"
-        directory.mkdir()
     # Starting Python for each command takes longer than checking it: a stand-in notes them.
     python = recipe.parent / "python"
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$*" >> "$COMMANDS"\n[ "$*" != "$FAIL" ]\n')

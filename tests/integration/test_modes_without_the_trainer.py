@@ -15,7 +15,6 @@ from hf_offload.run import switch_on
 from hf_offload.settings.environment import variables_for
 from hf_offload.settings.memory_modes import memory_mode
 from hf_offload.settings.recipes import load_recipe
-from tests.helpers.tables import rows
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model
 from tests.helpers.train import assert_same, take_steps
 from tests.integration.test_memory_modes import SETTINGS
@@ -104,7 +103,7 @@ SURFACES = [plain_loop, plugin, environment]
 
 @pytest.mark.parametrize(
     ("name", "surface"),
-    rows(itertools.product(MODES, SURFACES), quick=[*zip(MODES, itertools.cycle(SURFACES), strict=False)]),
+    [*zip(MODES, itertools.cycle(SURFACES), strict=False)],
 )
 def test_a_scripts_own_loop_has_the_bits_of_the_mode(name, surface, tmp_path):
     expected = by_hand(name)
@@ -137,7 +136,7 @@ def test_a_trainer_that_knows_nothing_of_it_has_the_bits_of_the_flag_and_resumes
         switch.off()
 
 
-@pytest.mark.parametrize("name", ["lora", "adamw_8bit", "galore", "lisa"])
+@pytest.mark.parametrize("name", ["lora", "galore"])
 def test_each_parameter_keeps_the_weight_decay_it_had(name):
     model = tiny_model("gpt2")
     no_decay = [one for one_name, one in model.named_parameters() if "bias" in one_name]

@@ -207,12 +207,6 @@ def test_a_plan_shows_what_is_tiled_and_needs_less():
     assert ".mlp (2 x), tiled" in table
 
 
-def test_a_comparison_of_modes_draws_nothing(tmp_path):
-    result = run("gpt2-small", "--modes", "--plot", str(tmp_path / "plan.png"))
-    assert result.exit_code == 2
-    assert "--plot draws a plan, and --modes makes none" in result.stderr
-
-
 def test_a_setting_is_an_option_by_its_declaration():
     """Its help, how it is read, and what is refused are those of the declaration."""
     shown = " ".join(run("--help").stdout.replace("│", " ").split())

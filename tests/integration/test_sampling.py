@@ -155,8 +155,7 @@ def seeded_gradients(model, name="llama", steps=1):
     return gradients(model)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("estimator", ["wta-crs", "rad"])
+@pytest.mark.parametrize(("reentrant", "estimator"), [(False, "wta-crs"), (True, "rad")])
 def test_a_recompute_draws_the_same(reentrant, estimator, caplog):
     """Recomputing draws again, from the same random state: gradients are those of a run that recomputes nothing."""
     config = SampledLinearConfig(ratio=0.25, min_rows=1, estimator=estimator)
@@ -190,15 +189,6 @@ def test_lora_before_and_after(first):
     report.restore()
     merged = model.merge_and_unload()
     assert merged.state_dict().keys() == tiny_model("llama").state_dict().keys()
-
-
-def test_bf16_autocast_saves_16_bits():
-    model = tiny_model("llama")
-    convert_linears(model, CONFIG)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(**tiny_batch("llama")).loss
-    loss.backward()
-    assert all(p.grad.dtype == torch.float for p in model.parameters())
 
 
 def test_evaluation_and_copies():
@@ -284,7 +274,7 @@ def test_a_model_without_a_loss_cannot_be_measured():
 # --------------------------------------------------------------------------------------------------- by a flag, mistakes
 
 
-@pytest.mark.parametrize("value", [0.25, "0.25", '{"ratio": 0.25, "min_rows": 1, "estimator": "crs"}'])
+@pytest.mark.parametrize("value", ["0.25", '{"ratio": 0.25, "min_rows": 1, "estimator": "crs"}'])
 def test_one_argument_of_the_trainer_is_enough(value, tmp_path, caplog):
     arguments = OffloadTrainingArguments(
         output_dir=str(tmp_path), max_steps=3, use_cpu=True, report_to="none", sampled_linear=value, save_strategy="no",

@@ -12,7 +12,6 @@ from transformers import Trainer
 from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, OffloadTrainingArguments, offload_activations
 from hf_offload.transforms.tiling.logits import TiledLogits
 from hf_offload.transforms.tiling.mlp import position_wise, why_not
-from tests.helpers.tables import rows
 from tests.helpers.tiny_models import VOCABULARY, ExampleDataset, gradients, tiny_batch, tiny_model
 
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -70,13 +69,7 @@ def no_logits(monkeypatch):
     monkeypatch.setattr("hf_offload.transforms.tiling.logits.true_logits", refuse)
 
 
-@pytest.mark.parametrize(
-    "name",
-    rows(
-        ["gpt2", "gpt_neox", "bert", "t5", "llama", "mixtral", *OTHERS],
-        quick=["bert", "t5", "llama", "mixtral", "gemma2", "cohere", "gptj"],
-    ),
-)
+@pytest.mark.parametrize("name", ["bert", "t5", "llama", "mixtral", *OTHERS])
 def test_models_give_what_they_gave(name, no_logits):
     model = model_of(name)
     plain, tiled = copy.deepcopy(model), copy.deepcopy(model)
@@ -133,16 +126,6 @@ def test_a_loss_outside_of_autocast_meets_the_head_inside(no_logits):
             nn.functional.cross_entropy(logits.float().view(-1, VOCABULARY), labels.view(-1)).backward()
         found.append(gradients(one)["lm_head.weight"])
     assert (found[1] - found[0]).norm() <= 0.02 * found[0].norm()
-
-
-def test_logits_that_are_read_in_training_are_the_true_ones():
-    model = model_of("llama")
-    expected = copy.deepcopy(model)(**batch_of("llama")).logits
-    with offload_activations(model, tiles()):
-        logits = model(**batch_of("llama")).logits
-        torch.testing.assert_close(logits.softmax(-1), expected.softmax(-1))
-        logits.logsumexp(-1).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_evaluation_and_generation_are_untouched():
@@ -227,7 +210,7 @@ def trained(tmp_path, name="llama", callbacks=(), data=None, **options):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}, {"eval_strategy": "steps", "eval_steps": 1}],
+    [{"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1}, {"bf16": True}],
     ids=str,
 )
 def test_the_trainers_flag(tmp_path, options, no_logits):
@@ -256,14 +239,6 @@ def test_the_trainers_own_label_smoothing_gets_true_logits(tmp_path):
     _, expected = trained(tmp_path, label_smoothing_factor=0.1)
     _, found = trained(tmp_path, label_smoothing_factor=0.1, tiled_loss="on")
     assert found == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_callback_with_settings_of_its_own(tmp_path, no_logits):
-    _, expected = trained(tmp_path)
-    callback = OffloadCallback(OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0, tiled_loss="on"))
-    _, found = trained(tmp_path, callbacks=[callback])
-    assert found == pytest.approx(expected, rel=1e-4)
-    assert callback.stats.total.offloaded_bytes > 0
 
 
 def test_liger_and_a_tiled_loss_are_one_too_many(tmp_path, caplog):
@@ -335,15 +310,7 @@ def test_wrong_settings(options, part):
         OffloadConfig(tier="none", **options)
 
 
-def test_yaml_says_on_and_off_without_quotes():
-    config = OffloadConfig(tier="none", tiled_loss=True, tiled_mlp=False)
-    assert (config.tiled_loss, config.tiled_mlp) == ("on", "off")
-
-
-# -- tiled MLP ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", rows(["gpt2", "gpt_neox", "t5", "llama", "gemma2"], quick=["gpt2", "t5", "llama"]))
+@pytest.mark.parametrize("name", ["gpt2", "t5", "llama"])
 def test_tiled_mlps_give_what_they_gave(name, monkeypatch):
     monkeypatch.setattr("hf_offload.transforms.tiling.cut._LEAST_MODULE_ROWS", 4)
     model = model_of(name)
@@ -405,8 +372,3 @@ def test_named_modules_and_no_others():
         model_of("llama"), tiles(tiled_loss="off", tile_bytes=None, tiled_mlp="layers.1.mlp")
     ) as session:
         assert session.tiled == ["model.layers.1.mlp"]
-
-
-def test_a_model_without_any_is_refused():
-    with pytest.raises(OffloadConfigError, match="no MLP can be cut"):
-        offload_activations(model_of("bert"), tiles(tiled_loss="off", tile_bytes=None, tiled_mlp="on")).__enter__()

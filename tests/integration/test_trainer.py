@@ -6,11 +6,7 @@ import dataclasses
 import gc
 import json
 import logging
-import os
 import pickle
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -174,28 +170,22 @@ def assert_changes_nothing(plain, flags, kinds=(TrainingArguments, OffloadTraini
 # -- the surfaces ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "vit"])
+@pytest.mark.parametrize("name", ["bert", "vit"])
 def test_the_argument_alone(name, plain, flags):
     assert_changes_nothing(plain, flags, name=name)
 
 
-@pytest.mark.parametrize("arguments", [TrainingArguments, OffloadTrainingArguments])
-def test_the_callback_with_a_config(arguments, plain, config):
+def test_a_callback_with_and_without_a_config(plain, config):
     expected = make_trainer(TrainingArguments(**plain))
     expected.train()
-    found = make_trainer(arguments(**plain), callbacks=[OffloadCallback(config)])
+    found = make_trainer(OffloadTrainingArguments(**plain), callbacks=[OffloadCallback(config)])
     found.train()
     assert_same_training(expected, found)
     assert_offloaded(found)
-
-
-def test_a_callback_without_a_config_and_arguments_that_say_nothing(plain):
-    expected = make_trainer(TrainingArguments(**plain))
-    expected.train()
-    found = make_trainer(TrainingArguments(**plain), callbacks=[OffloadCallback()])
-    found.train()
-    assert_same_training(expected, found)
-    assert callback_of(found).stats is None
+    nothing = make_trainer(TrainingArguments(**plain), callbacks=[OffloadCallback()])
+    nothing.train()
+    assert_same_training(expected, nothing)
+    assert callback_of(nothing).stats is None
 
 
 def test_seq2seq_with_generation_in_the_middle(plain, flags):
@@ -218,47 +208,16 @@ def test_seq2seq_with_generation_in_the_middle(plain, flags):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"gradient_accumulation_steps": 3},
-        {"bf16": True},
-        {"eval_strategy": "steps", "eval_steps": 1},
+        {"gradient_accumulation_steps": 3, "bf16": True, "eval_strategy": "steps", "eval_steps": 2},
+        {"label_smoothing_factor": 0.1},  # a loss outside of the model
         {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}},
         {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}},
-        {"label_smoothing_factor": 0.1},
-        {
-            "gradient_accumulation_steps": 3,
-            "bf16": True,
-            "eval_strategy": "steps",
-            "eval_steps": 2,
-            "label_smoothing_factor": 0.1,
-            CHECKPOINTING: True,
-        },
     ],
-    ids=["accumulation", "bf16", "evaluation", "checkpointing", "reentrant checkpointing", "label smoothing", "all"],
+    ids=["accumulation, bf16, evaluation", "label smoothing", "checkpointing", "reentrant checkpointing"],
 )
 def test_settings_of_the_trainer(settings, plain, flags):
     _, found = assert_changes_nothing(plain | settings, flags)
     assert any("eval_loss" in entry for entry in history(found)) == ("eval_strategy" in settings)
-
-
-class OwnLoss(Trainer):
-    """A loss that is computed outside of the model, from its logits."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        outputs = model(**inputs)
-        loss = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), inputs["labels"].flatten()).square()
-        return (loss, outputs) if return_outputs else loss
-
-
-def test_a_loss_of_the_user_s_own(plain, flags):
-    assert_changes_nothing(plain | {"eval_strategy": "steps", "eval_steps": 2}, flags, trainer=OwnLoss)
-
-
-def test_evaluation_saves_nothing(plain, flags):
-    trainer = make_trainer(OffloadTrainingArguments(**plain, **flags))
-    session = attach(trainer.model, trainer.args.offload_config())
-    trainer.evaluate()
-    assert session.stats.total.offloaded_bytes == 0
-    session.detach()
 
 
 def test_auto_find_batch_size(plain, flags):
@@ -287,8 +246,7 @@ def test_auto_find_batch_size(plain, flags):
     assert_offloaded(found)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["forward", "between"])
+@pytest.mark.parametrize(("error", "where"), [(RuntimeError, "forward"), (KeyboardInterrupt, "between")])
 def test_training_again_after_an_exception(error, where, plain, flags):
     def trained(args):
         trainer = make_trainer(args)
@@ -351,22 +309,6 @@ def test_another_trainer_after_an_interrupted_one(kept, plain, flags):
     finally:
         while not no_hooks_on_this_thread():
             torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-def test_training_twice(plain, flags):
-    expected = make_trainer(TrainingArguments(**plain))
-    expected.train()
-    expected.train()
-    found = make_trainer(OffloadTrainingArguments(**plain, **flags))
-    found.train()
-    first = callback_of(found).stats
-    found.train()
-    assert callback_of(found).stats is not first
-    assert_same_training(expected, found)
-    assert_offloaded(found)
-
-
-# -- what is written -------------------------------------------------------------------------------------------------------
 
 
 class CopiesItsTrainer(TrainerCallback):
@@ -441,42 +383,13 @@ def test_a_saved_model_needs_none_of_this_package(plain, flags, tmp_path):
     for path in checkpoint.iterdir():
         if path.name not in ("training_args.bin", "trainer_state.json"):  # the latter has the counters
             assert b"offload" not in path.read_bytes(), path.name
-    script = """
-        import importlib.abc, sys
-
-        class Block(importlib.abc.MetaPathFinder):
-            def find_spec(self, name, path=None, target=None):
-                if name.partition(".")[0] == "hf_offload":
-                    raise ImportError(f"{name} is blocked")
-
-        sys.meta_path.insert(0, Block())
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-        assert "hf_offload" not in sys.modules
-        torch.save(model.state_dict(), sys.argv[2])
-    """
-    # The package is blocked but installed, so that torch would try to load it.
-    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    command = [sys.executable, "-c", textwrap.dedent(script), checkpoint, tmp_path / "loaded.pt"]
-    subprocess.run(command, check=True, env=environment)
-    loaded = torch.load(tmp_path / "loaded.pt")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
     expected = trainer.model.state_dict()
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
 # -- the arguments ---------------------------------------------------------------------------------------------------------
-
-
-def test_arguments_become_dictionaries_and_json(plain, flags):
-    args = OffloadTrainingArguments(**plain, **flags)
-    values = args.to_dict()
-    assert flags.items() <= values.items()
-    assert json.loads(args.to_json_string())["offload"] == "ssd"
-    assert args.to_sanitized_dict()["offload_min_bytes"] == "0"
-    json.dumps(values)
 
 
 def test_arguments_are_replaced(plain, flags):
@@ -488,8 +401,11 @@ def test_arguments_are_replaced(plain, flags):
         dataclasses.replace(args, offload="sdd")
 
 
-def test_arguments_are_pickled(plain, flags, tmp_path):
+def test_arguments_are_written_as_json_pickled_and_copied(plain, flags, tmp_path):
     args = OffloadTrainingArguments(**plain, **flags)
+    assert flags.items() <= args.to_dict().items()
+    assert json.loads(args.to_json_string())["offload"] == "ssd"
+    assert args.to_sanitized_dict()["offload_min_bytes"] == "0"
     again = pickle.loads(pickle.dumps(args))
     assert type(again) is OffloadTrainingArguments
     assert again.to_dict() == args.to_dict()
@@ -499,8 +415,14 @@ def test_arguments_are_pickled(plain, flags, tmp_path):
     assert copy.deepcopy(args).to_dict() == args.to_dict()
 
 
-@pytest.mark.parametrize("source", ["command line", "json", "yaml", "dict"])
-@pytest.mark.parametrize("arguments", [OffloadTrainingArguments, OffloadSeq2SeqTrainingArguments])
+@pytest.mark.parametrize(
+    ("arguments", "source"),
+    [
+        (OffloadTrainingArguments, "command line"),
+        (OffloadTrainingArguments, "json"),
+        (OffloadSeq2SeqTrainingArguments, "yaml"),
+    ],
+)
 def test_arguments_are_parsed(arguments, source, flags, tmp_path):
     values = {
         "output_dir": str(tmp_path / "out"), **flags, "offload_ram_budget": "20GiB", "offload_disk_budget": "1GB",
@@ -513,8 +435,6 @@ def test_arguments_are_parsed(arguments, source, flags, tmp_path):
     if source == "command line":
         words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
         (args,) = parser.parse_args_into_dataclasses(words)
-    elif source == "dict":
-        (args,) = parser.parse_dict(values)
     else:
         path = tmp_path / f"arguments.{source}"
         path.write_text(json.dumps(values))  # JSON is YAML, too
@@ -536,14 +456,7 @@ def test_every_flag_has_its_help(capsys):
         assert f"--{field.name}" in shown
 
 
-def test_mistakes_in_the_arguments_come_together(plain):
-    with pytest.raises(OffloadConfigError) as caught:
-        OffloadTrainingArguments(**plain, offload="sdd", offload_ram_budget="20 potatoes")
-    assert "sdd" in str(caught.value)
-    assert "potatoes" in str(caught.value)
-
-
-@pytest.mark.parametrize("report_to", ["none", "tensorboard", ["tensorboard", "wandb"], "all"])
+@pytest.mark.parametrize("report_to", [["tensorboard", "wandb"], "all"])
 def test_arguments_without_offloading_change_nothing(report_to, plain):
     plain["report_to"] = report_to
     expected = TrainingArguments(**plain).to_dict()
@@ -555,14 +468,6 @@ def test_arguments_without_offloading_change_nothing(report_to, plain):
 def test_reporters_stay_behind_ours(plain, flags):
     plain["report_to"] = ["tensorboard", "wandb"]
     assert OffloadTrainingArguments(**plain, **flags).report_to == ["hf_offload", "tensorboard", "wandb"]
-
-
-def test_a_trainer_without_offloading_has_no_callback_of_ours(plain):
-    trainer = make_trainer(OffloadTrainingArguments(**plain))
-    assert not any(isinstance(callback, OffloadCallback) for callback in trainer.callback_handler.callbacks)
-
-
-# -- the model while offloading is attached --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

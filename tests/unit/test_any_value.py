@@ -363,12 +363,3 @@ def test_a_value_that_cannot_be_compared_is_refused_as_elementwise_recompute():
 @given(data=st.data())
 def test_a_value_of_any_kind_becomes_a_setting_or_an_error_that_names_it(here, source, data):
     source(data.draw)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("source", SOURCES)
-@settings(max_examples=2860, **RELAXED)
-@given(data=st.data())
-def test_twenty_thousand_values(here, source, data):
-    source(data.draw)

@@ -67,10 +67,6 @@ def test_a_wrong_option_of_accelerate_is_one_line():
     assert refused.stderr.count("\n") == 1
 
 
-def test_all_ways_to_train_are_shipped():
-    assert set(shipped_configs()) == {"single", "ddp", "fsdp2", "zero2", "zero3", "context_parallel"}
-
-
 def test_a_file_that_is_not_there():
     with pytest.raises(OffloadConfigError, match=r"no config file 'fsdp'.*Did you mean 'fsdp2'\?.*Shipped: .*ddp"):
         find_config("fsdp")
@@ -265,11 +261,6 @@ def check_values(step, started):
 
 def test_a_value_of_any_kind_is_launched_or_refused_with_the_users_file(started, tmp_path):
     check_values(13, started)
-
-
-@pytest.mark.full
-def test_every_value_of_every_key_is_launched_or_refused_with_the_users_file(started, tmp_path):
-    check_values(1, started)
 
 
 @pytest.mark.parametrize(

@@ -107,12 +107,6 @@ def test_no_offload_section_means_no_offloading(tiny_recipe):
     assert load_recipe(tiny_recipe, ["offload.verify=checksum"]).offload.tier == OffloadConfig().tier
 
 
-def test_lean_activations_in_a_recipe(tiny_recipe):
-    recipe = load_recipe(tiny_recipe, ["offload={tier: none, recompute_elementwise: [norms, dropout]}"])
-    assert recipe.offload == OffloadConfig(tier="none", recompute_elementwise="norms,dropout")
-    assert "Did you mean 'norms'" in mistakes(tiny_recipe, "offload.recompute_elementwise=[norm]")
-
-
 def test_a_section_of_its_own_for_the_memory_mode(tiny_recipe):
     recipe = load_recipe(tiny_recipe, ["memory={mode: galore, rank: 8}"])
     assert (recipe.offload.memory_mode, recipe.offload.memory_mode_kwargs) == ("galore", {"rank": 8})
