@@ -243,15 +243,11 @@ def test_settings_given_as_options_replace_those_of_a_recipe():
         (["no-such-model", *CARD], "is not a shipped recipe, a folder with a config.json or a model of the hub"),
         (["gpt2-small", "--gpu", "rtx9999"], "gpu='rtx9999' is unknown"),
         (["gpt2-small", "--tflops", "80"], "describe another machine: add --gpu"),
-        (["gpt2-small", *CARD, "--batch", "0"], "--batch=0 is too small"),
         (["gpt2-small", *CARD, "--batch", str(10**20)], "--batch=100000000000000000000 is too large"),
         (["gpt2-small", *CARD, "--gpu", "foo", "--batch", "0", "--plot", "/proc/x"], "3 errors in the options"),
         (["gpt2-small", *CARD, "--sequence", "5000"], "has 1024 positions"),
         (["gpt2-small", *CARD, "--dtype", "int8"], "--dtype='int8' is unknown"),
-        (["gpt2-small", *CARD, "--optimizer", "magic"], "optimizer 'magic' is not known"),
         (["gpt2-small", *CARD, "--optimizer", "galore_adamw"], "optimizer 'galore_adamw' is not known"),
-        (["gpt2-small", *CARD, "--memory-mode", "small"], "memory_mode='small' is unknown"),
-        (["gpt2-small", *CARD, "--memory-mode", "galor"], "Did you mean 'galore'?"),
         (["gpt2-small", *CARD, "--modes", "--memory-mode", "none,galor"], "Did you mean 'galore'?"),
         (["gpt2-small", *CARD, "--memory-mode-kwargs", '{"rank": 8}'], "memory_mode is 'none'"),
         (
@@ -279,7 +275,7 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[]", "3", "null", '{"model_type": 3}', '{"model_type": "gpt2", "n_layer": "many"}', "\\udcff"]
+    "content", ["{", "null", '{"model_type": 3}', '{"model_type": "gpt2", "n_layer": "many"}', "\\udcff"]
 )
 def test_a_damaged_configuration_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_text(content)

@@ -141,8 +141,10 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("reader", CALLS)
-@pytest.mark.parametrize(("name", "value", "message"), WRONG_VARIABLES)
+@pytest.mark.parametrize(
+    ("reader", "name", "value", "message"),
+    [(reader, *wrong) for reader, wrong in zip(CALLS, WRONG_VARIABLES, strict=True)],
+)
 def test_a_variable_that_says_nothing_is_refused_wherever_settings_come_from(monkeypatch, reader, name, value, message):
     CALLS[reader]()
     monkeypatch.setenv(name, value)

@@ -13,7 +13,6 @@ from hf_offload.training import gauges, memory
 from hf_offload.training.gauges import choose_gauge
 from hf_offload.training.memory import MemoryMeter, baseline_state
 from hf_offload.training.report import WARMUP_STEPS, TrainingReport, median_after_warmup, parameter_digest
-from tests.helpers.tables import rows
 
 MB = 1 << 20
 
@@ -69,18 +68,7 @@ def train(tmp_path, meter=None, callbacks=(), **arguments):
 
 @pytest.mark.parametrize(
     "arguments",
-    rows(
-        [
-            {},
-            {"gradient_accumulation_steps": 2},
-            {"optim": "adamw_torch"},
-            {"optim": "adamw_torch", "optim_args": "amsgrad=True"},
-            {"optim": "sgd"},
-            {"optim": "adagrad"},
-            {"optim": "rmsprop", "optim_args": "momentum=0.9"},
-        ],
-        quick=[{"gradient_accumulation_steps": 2}, {"optim": "adagrad"}],
-    ),
+    [{"gradient_accumulation_steps": 2}, {"optim": "adagrad"}, {"optim": "rmsprop", "optim_args": "momentum=0.9"}],
     ids=str,
 )
 def test_measuring_changes_no_bit(tmp_path, arguments):
@@ -170,13 +158,10 @@ class Spike(TrainerCallback):
         gc.collect()
 
 
-@pytest.mark.parametrize(
-    "event", rows(["on_step_begin", "on_step_end", "on_optimizer_step"], quick=["on_optimizer_step"])
-)
-def test_a_spike_in_training_is_seen(tmp_path, event):
+def test_a_spike_in_training_is_seen(tmp_path):
     quiet, loud = MemoryMeter(), MemoryMeter()
     train(tmp_path, quiet)
-    train(tmp_path, loud, [Spike(event, 200 * MB, loud)])
+    train(tmp_path, loud, [Spike("on_optimizer_step", 200 * MB, loud)])
     assert loud.record.peak_bytes - loud.record.baseline_bytes > 190 * MB
     assert quiet.record.peak_bytes - quiet.record.baseline_bytes < 100 * MB
     assert max(loud.record.timeline_bytes) - loud.record.baseline_bytes > 190 * MB

@@ -100,7 +100,7 @@ for check in (check_output_file, check_output_folder):
 """
 
 
-@pytest.mark.parametrize("name", ["new", "file", "new/further"])
+@pytest.mark.parametrize("name", ["file", "new/further"])
 def test_without_permission_it_is_an_error(name):
     """Root may write anywhere, so this is another user."""
     with tempfile.TemporaryDirectory() as directory:
@@ -120,10 +120,7 @@ def test_without_permission_it_is_an_error(name):
     ("arguments", "option"),
     [
         (["--report", "text.txt/report.json"], "--report"),
-        (["--report", "tier"], "--report"),
-        (["--report", LONG], "--report"),
         (["training.output_dir=text.txt"], "training.output_dir"),
-        (["training.output_dir=text.txt/below"], "training.output_dir"),
         (["data.cache_dir=text.txt/below"], "data.cache_dir"),
     ],
 )
@@ -146,26 +143,6 @@ def invoke(command):
     """``hf-offload ...``, or ``python -m benchmarks ...``."""
     program, *options = command
     return CliRunner().invoke(benchmarks, options) if program == "benchmarks" else CliRunner().invoke(app, command)
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["bench", "steps", "gpt2-small"],
-        ["benchmarks", "budgets"],
-        ["benchmarks", "limits", "gpt2-small"],
-        ["benchmarks", "accuracy", "--data-dir", "."],
-        ["benchmarks", "modes", "--data-dir", "."],
-        ["benchmarks", "sampling"],
-    ],
-    ids=lambda command: command[1],
-)
-def test_benchmarks_say_it_before_they_run(tmp_path, command):
-    (tmp_path / "file").write_text("")
-    result = invoke([*command, "--output", str(tmp_path / "file")])
-    assert result.exit_code == 2, result.output
-    assert "--output=" in result.stderr
-    assert "is not a folder" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(
@@ -196,11 +173,9 @@ def test_benchmarks_look_at_the_files_they_write_last(tmp_path, command, name):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-@pytest.mark.parametrize("kind", ["below a file", "a long name"])
-def test_every_file_that_is_written_is_checked_first(tmp_path, command, option, kind):
+def test_every_file_that_is_written_is_checked_first(tmp_path, command, option):
     (tmp_path / "file").write_text("")
-    target = tmp_path / "file" / "x.yaml" if kind == "below a file" else tmp_path / f"{LONG}.yaml"
-    result = CliRunner().invoke(app, [*command, str(target)])
+    result = CliRunner().invoke(app, [*command, str(tmp_path / "file" / "x.yaml")])
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert f"{option}=" in result.stderr

@@ -48,12 +48,9 @@ def test_the_demo_is_shipped():
 @pytest.mark.parametrize(
     ("name", "parameters", "layers", "dropout"),
     [
-        ("gpt2-small", 124_439_808, "12", "0.1"),
         ("gpt2-medium", 354_823_168, "24", "0.1"),
         ("bert-base", 109_514_298, "12", "0.1"),
         ("t5-base", 222_903_552, "12+12", "0.1"),
-        ("llama-1b", 1_235_814_400, "16", "0"),
-        ("llama-7b", 6_738_415_616, "32", "0"),
         ("llama-8b-layers4", 1_923_125_248, "4", "0"),
     ],
 )
@@ -274,8 +271,10 @@ def test_a_reporter_that_is_not_installed_is_refused_before_the_training(tiny_re
         build_arguments(load_recipe(tiny_recipe, ["training.report_to=swanlab"]))
 
 
-@pytest.mark.parametrize("setting", ["training.output_dir", "data.cache_dir"])
-@pytest.mark.parametrize("place", ["file", "file/below", "ring", "ring/below", "x" * 300])
+@pytest.mark.parametrize(
+    ("setting", "place"),
+    [("training.output_dir", "file"), ("training.output_dir", "ring/below"), ("data.cache_dir", "file/below")],
+)
 def test_a_folder_that_cannot_be_one_is_blamed_itself(tiny_recipe, tmp_path, setting, place):
     (tmp_path / "file").write_text("x")
     (tmp_path / "ring").symlink_to("ring")
