@@ -10,7 +10,6 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.curve_plots import line_look
 from benchmarks.modes import search as bench
 from benchmarks.modes.costs import Stepper, Times, step_times
 from benchmarks.modes.runs import (
@@ -20,16 +19,11 @@ from benchmarks.modes.runs import (
     build_model,
     build_trainer,
     load_text,
-    state_bytes,
     validation_loss,
 )
 from benchmarks.modes.search import MODES, Findings, Setup, bench_modes, best_rate
 from benchmarks.modes.table import mode_rows, texts
 from hf_offload.errors import OffloadConfigError, OffloadError
-from hf_offload.optimizers.blockwise.schedule import peak_bytes as blockwise_bytes
-from hf_offload.optimizers.param_groups import param_groups
-from hf_offload.optimizers.projected.sizes import adamw_bytes
-from hf_offload.optimizers.projected.sizes import state_bytes as projected_bytes
 from hf_offload.settings.memory_modes import memory_mode
 
 TINY = Setup(layers=2, hidden=32, warm_start_steps=6, search_steps=3, steps=5, rates=(1e-9, 1e-2))
@@ -106,10 +100,6 @@ def test_runs_are_made_once_and_shown(data, tmp_path, monkeypatch):
     assert (tmp_path / "modes.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_mode_has_a_line_of_its_own_look():
-    assert len({line_look(number) for number in range(16)}) == 16 >= len(MODES)
-
-
 def test_what_was_interrupted_is_shown_and_goes_on(data, tmp_path):
     heard = []
 
@@ -131,17 +121,6 @@ def test_what_was_interrupted_is_shown_and_goes_on(data, tmp_path):
     assert rows[1].state_bytes < rows[0].state_bytes / 5
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
     assert not list(tmp_path.glob("*.part"))
-
-
-def test_nothing_is_shown_where_nothing_is_done(data, tmp_path, monkeypatch):
-    def stop(*_args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bench, "train", stop)
-    result = call(data, tmp_path)
-    assert result.exit_code == 130
-    assert not (tmp_path / "modes.png").exists()
-    assert not (tmp_path / "warm_start.json").exists()
 
 
 def test_an_answer_to_another_question_is_refused(data, tmp_path):
@@ -233,30 +212,6 @@ def stepper(data, mode, folder):
     settings = MODES[mode].settings_for(32, 0)
     named = MODES[mode].of or mode
     return Stepper(build_trainer(build_model(3, 32), text, named, settings, 1e-3, 0, 1, folder), text)
-
-
-@pytest.mark.parametrize("mode", ["none", "galore", "frugal", "lisa"])
-def test_counted_state_is_the_closed_form(data, tmp_path, mode):
-    one = stepper(data, mode, tmp_path)
-    for _ in range(2):
-        one.step()
-    counted = state_bytes(one.optimizer)
-    shapes = {name: tuple(weight.shape) for name, weight in one.model.named_parameters()}
-    chosen = memory_mode(MODES[mode].of or mode, MODES[mode].settings_for(32, 0))
-    if mode == "none":
-        assert counted == adamw_bytes(shapes.values())
-    elif mode in ("lisa", "badam"):
-        most = blockwise_bytes(one.model, chosen)
-        assert 0 < counted <= most.state
-        assert mode == "badam" or counted == most.state  # its units differ in size
-    else:
-        groups = param_groups(one.model)
-        of = {
-            kind: [shapes[name] for group in groups if group["projected"] == kind for name, _ in group["params"]]
-            for kind in (True, False)
-        }
-        most = projected_bytes(of[True], of[False], chosen)
-        assert counted == most or (mode == "frugal" and 0.5 * most < counted <= most)  # its sets differ in size
 
 
 def test_the_peak_holds_what_a_step_needs(data, tmp_path):

