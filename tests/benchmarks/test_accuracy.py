@@ -6,12 +6,11 @@ import json
 import numpy as np
 import pytest
 import transformers
-from typer.testing import CliRunner
 
 from benchmarks import accuracy
-from benchmarks.__main__ import app
 from benchmarks.accuracy import Run, accuracy_rows, bench_accuracy, paired_difference, score
 from hf_offload.errors import OffloadConfigError
+from tests.helpers.command_line import benchmark
 
 WORDS = ["good", "bad", "film", "very", "a"]
 
@@ -41,7 +40,7 @@ def folder(tmp_path_factory):
 
 def call(folder, *options):
     arguments = ["--data-dir", folder / "data", "--model", folder / "model", "--output", folder / "out", *options]
-    return CliRunner().invoke(app, ["accuracy", *map(str, arguments)], env={"COLUMNS": "200"})
+    return benchmark("accuracy", *arguments)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft still uses the older name

@@ -7,9 +7,7 @@ import random
 import pytest
 import safetensors.torch
 import torch
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
 from benchmarks.modes import search as bench
 from benchmarks.modes.costs import Stepper, Times, step_times
 from benchmarks.modes.runs import (
@@ -25,6 +23,7 @@ from benchmarks.modes.search import MODES, Findings, Setup, bench_modes, best_ra
 from benchmarks.modes.table import mode_rows, texts
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.settings.memory_modes import memory_mode
+from tests.helpers.command_line import benchmark
 
 TINY = Setup(layers=2, hidden=32, warm_start_steps=6, search_steps=3, steps=5, rates=(1e-9, 1e-2))
 OPTIONS = {
@@ -48,7 +47,7 @@ def call(data, folder, *options, **changed):
     given = OPTIONS | {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
     words = [str(word) for pair in given.items() for word in pair]
     arguments = ["modes", "--data-dir", str(data), "--output", str(folder), *words, *options]
-    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    return benchmark(*arguments)
 
 
 def run_of(mode, rate, loss, seed=0):

@@ -14,15 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import Trainer
-from typer.testing import CliRunner
 
 import hf_offload
-from benchmarks.__main__ import app as benchmarks
 from hf_offload.allocator import best_allocator, installed_libraries
 from hf_offload.bench import cell, steps
 from hf_offload.bench.cell import CRASHED, DONE, NOT_INSTALLED, OUT_OF_MEMORY, CellResult, CellSpec, execute, run_cell
 from hf_offload.bench.strategies import find_strategy, strategy_names
-from hf_offload.cli.main import app
 from hf_offload.parents import bound
 from hf_offload.settings.models import known_model, measured_recipe
 from hf_offload.settings.recipes import load_recipe
@@ -30,18 +27,11 @@ from hf_offload.settings.sizes import parse_bytes
 from hf_offload.storage.host_memory import ram_bytes
 from hf_offload.training.run import run_recipe
 from tests.helpers.bench_recipes import RANDOM_RECIPE, fake_report
+from tests.helpers.command_line import benchmark, command, said
 from tests.helpers.tiny_models import tiny_model
 
 REPOSITORY = Path(hf_offload.__file__).parent.parent
 ON_CPU = not torch.accelerator.is_available()
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def said(result):
-    return " ".join(result.stderr.split())
 
 
 @pytest.fixture
@@ -62,7 +52,7 @@ def real(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     path = folder / "tiny.yaml"
     path.write_text(RANDOM_RECIPE)
-    result = run(
+    result = command(
         "bench", "steps", path, "--strategies", "baseline,trl,ours:ssd", "--batch", "1", "--sequence", "16", "--steps", "4",
         "--json", "--output", folder / "o",
     )  # fmt: skip
@@ -289,7 +279,7 @@ def test_ctrl_c_reaches_a_running_cell(recipe):
 )
 def test_bench_refuses_before_it_runs_anything(recipe, monkeypatch, arguments, part):
     monkeypatch.setattr(steps, "run_cell", lambda *_: pytest.fail("a cell ran"))
-    result = run("bench", "steps", recipe, *arguments)
+    result = command("bench", "steps", recipe, *arguments)
     assert result.exit_code == 2
     assert part in said(result)
 
@@ -297,7 +287,7 @@ def test_bench_refuses_before_it_runs_anything(recipe, monkeypatch, arguments, p
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux allocators")
 def test_a_missing_tcmalloc_says_what_to_install(recipe, monkeypatch):
     monkeypatch.setattr("hf_offload.allocator.find_tcmalloc", lambda: None)
-    result = run("bench", "steps", recipe, "--allocator", "tcmalloc")
+    result = command("bench", "steps", recipe, "--allocator", "tcmalloc")
     assert result.exit_code == 2
     assert "libtcmalloc-minimal4" in said(result)
 
@@ -307,7 +297,7 @@ def test_a_preset_is_a_shipped_recipe_of_that_name_and_all_mistakes_come_at_once
     assert measured_recipe("gpt/demo") == ("gpt/demo", ())
     Path("gpt2-small").write_text("a file of that name wins")
     assert measured_recipe("gpt2-small") == ("gpt2-small", ())
-    result = run("bench", "steps", "gpt2-smal", "--allocator", "malloc")
+    result = command("bench", "steps", "gpt2-smal", "--allocator", "malloc")
     assert "2 errors" in said(result)
     assert "'bench/gpt2-small'" in said(result)
 
@@ -329,9 +319,9 @@ def test_a_model_is_measured_by_its_short_name(recipe):
     assert loaded.model.config["max_position_embeddings"] == published["max_position_embeddings"]
     report = run_recipe(loaded, save=False)
     assert (report.steps, report.settings["model"]["architecture"]) == (2, "qwen3")
-    assert "t5-small 4 x 512, baseline" in run("bench", "steps", "t5-small", "--dry-run").stdout
+    assert "t5-small 4 x 512, baseline" in command("bench", "steps", "t5-small", "--dry-run").stdout
     Path("qwen3-0.6b").write_text("no recipe")
-    assert "qwen3-0.6b is not a recipe" in said(run("bench", "steps", "qwen3-0.6b", "--dry-run"))
+    assert "qwen3-0.6b is not a recipe" in said(command("bench", "steps", "qwen3-0.6b", "--dry-run"))
 
 
 def fake_runner(monkeypatch, outcomes):
@@ -354,7 +344,7 @@ def fake_runner(monkeypatch, outcomes):
 
 
 def bench(recipe, *arguments, allocator="auto"):
-    return run(
+    return command(
         "bench", "steps", recipe, "--strategies", "baseline,recompute,ours:ssd", "--allocator", allocator,
         "--output", "o", *arguments,
     )  # fmt: skip
@@ -524,9 +514,9 @@ def test_the_script_for_a_gpu_checks_itself(recipe):
     noted = commands.read_text().splitlines()
     assert len(noted) == len(shares) - 1, "a command that is not checked"
     said = ""
-    for command in noted:
-        module, *arguments = command.removeprefix("-m ").split()
-        result = CliRunner().invoke({"hf_offload": app, "benchmarks": benchmarks}[module], arguments)
+    for line in noted:
+        module, *arguments = line.removeprefix("-m ").split()
+        result = {"hf_offload": command, "benchmarks": benchmark}[module](*arguments)
         assert result.exit_code == 0, result.stderr
         if arguments[-1] == "--help":
             continue

@@ -15,14 +15,13 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from typer.testing import CliRunner
 
 from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, OffloadTrainingArguments
-from hf_offload.cli.main import app
 from hf_offload.reports.card import CardFacts, card_of
 from hf_offload.reports.card_memory import Comparison
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.report import TrainingReport
+from tests.helpers.command_line import command, said
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
 from tests.helpers.tiny_recipe import write_tiny_recipe
 
@@ -109,10 +108,6 @@ FACTS = [
     "--dataset-url", "https://example.org/words", "--language", "en,de",
 ]  # fmt: skip
 COMPARISON = ROOT / "model_cards" / "bench" / "cpu_gpt2_12_layers.json"  # of two rounds
-
-
-def command(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +277,7 @@ def test_what_is_no_record_is_explained(record, tmp_path):
     def refused(*arguments):
         result = command("card", *arguments, "--output", tmp_path / "card", *FACTS)
         assert result.exit_code == 2
-        return " ".join(result.stderr.split())
+        return said(result)
 
     assert "is not a training report" in refused(COMPARISON)
     assert "is not a comparison" in refused(record, "--comparison", record)
@@ -306,7 +301,7 @@ def test_what_is_no_record_is_explained(record, tmp_path):
 def test_what_is_said_of_a_model_is_text(record, tmp_path, changed, part):
     result = command("card", record, "--output", tmp_path / "card", *FACTS, *changed)
     assert result.exit_code == 2
-    assert part in " ".join(result.stderr.split())
+    assert part in said(result)
     assert len(result.stderr) < 900
     assert not (tmp_path / "card").exists()
 
@@ -315,7 +310,7 @@ def test_a_folder_in_a_files_place_is_an_error(record, tmp_path):
     (tmp_path / "card" / "loss.png").mkdir(parents=True)
     result = command("card", record, "--output", tmp_path / "card", *FACTS, "--plot")
     assert result.exit_code == 2
-    assert "loss.png is to lie in it, and it is a folder" in " ".join(result.stderr.split())
+    assert "loss.png is to lie in it, and it is a folder" in said(result)
     assert [path.name for path in (tmp_path / "card").iterdir()] == ["loss.png"]
 
 

@@ -10,15 +10,14 @@ from huggingface_hub import ModelCard
 from pydantic import Field
 from torch import nn
 from transformers import Trainer
-from typer.testing import CliRunner
 
 from hf_offload import OffloadConfigError, OffloadTrainingArguments
-from hf_offload.cli.main import app
 from hf_offload.memory_modes.protocol import MemoryMode, trained_parameters
 from hf_offload.optimizers.param_groups import WeightDecay, decay_groups
 from hf_offload.settings.classes import settings
 from hf_offload.settings.memory_modes import MODES, Entry
 from hf_offload.settings.values import Number
+from tests.helpers.command_line import command
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
 from tests.integration.test_modes_without_the_trainer import environment, plain_loop, plugin
 
@@ -48,7 +47,7 @@ def _registered(monkeypatch):
 
 
 def invoke(*arguments):
-    result = CliRunner().invoke(app, [str(one) for one in arguments])
+    result = command(*arguments)
     assert result.exit_code == 0, result.output + result.stderr
     return result.stdout
 

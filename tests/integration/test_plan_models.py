@@ -6,10 +6,8 @@ import pytest
 import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensor
-from typer.testing import CliRunner
 
 from hf_offload import OffloadConfig, offload_activations
-from hf_offload.cli.main import app
 from hf_offload.forecast.counting import OptimizerNeeds, count_footprint
 from hf_offload.forecast.fake import fake_mode
 from hf_offload.forecast.workload_sources import find_workload
@@ -17,6 +15,7 @@ from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem
 from hf_offload.plan.search import uniform
+from tests.helpers.command_line import command, said
 from tests.helpers.live_bytes import peak_live_bytes
 
 pytestmark = pytest.mark.usefixtures("few_budgets")
@@ -146,7 +145,7 @@ def test_any_model_is_planned_from_its_configuration(name, folder):
 
 
 def plan(*arguments):
-    result = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["plan", *arguments, *CARD, "--dtype", "float32", "--json"])
+    result = command("plan", *arguments, *CARD, "--dtype", "float32", "--json")
     return json.loads(result.stdout) if result.exit_code == 0 else None, result
 
 
@@ -238,4 +237,4 @@ def test_what_cannot_be_counted_is_refused_by_name(name, config, options, messag
     made.save_pretrained(tmp_path)
     _, result = plan(str(tmp_path), *options)
     assert result.exit_code == 2
-    assert message in " ".join(result.stderr.split())
+    assert message in said(result)

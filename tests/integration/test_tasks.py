@@ -7,12 +7,11 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from typer.testing import CliRunner
 
-from hf_offload.cli.main import app
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.run import run_recipe
+from tests.helpers.command_line import command, said
 
 WORDS = ["offload", "saved", "tensor", "gradient", "exact", "disk", "memory", "step", "block", "layer"]
 GPT2 = {"architecture": "gpt2", "config": {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64}}
@@ -221,9 +220,9 @@ def test_a_run_goes_on_from_its_last_checkpoint():
 
 def test_nothing_to_resume_is_refused():
     recipe("text")
-    result = CliRunner().invoke(app, ["train", "text.yaml", "--resume"])
+    result = command("train", "text.yaml", "--resume")
     assert result.exit_code == 2
-    assert "no complete checkpoint in out to go on from" in " ".join(result.stderr.split())
+    assert "no complete checkpoint in out to go on from" in said(result)
 
 
 def test_the_best_checkpoint_is_kept_and_no_progress_stops():

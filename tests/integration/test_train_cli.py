@@ -10,27 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from hf_offload import attach
 from hf_offload.allocator import best_allocator, current_allocator, environment_with, find_mimalloc, find_tcmalloc
 from hf_offload.bench.strategies import find_strategy
-from hf_offload.cli.main import app
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.report import TrainingReport
 from hf_offload.training.run import run_recipe
+from tests.helpers.command_line import command, said
 from tests.helpers.loaded_processes import run_python
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def trained(recipe, *overrides):
     path = Path("report.json")
     path.unlink(missing_ok=True)
-    result = run("train", recipe, *overrides, "--report", path)
+    result = command("train", recipe, *overrides, "--report", path)
     assert result.exit_code == 0, result.output + result.stderr
     return TrainingReport.read(path)
 
@@ -40,7 +35,7 @@ OFFLOAD = ("offload.tier=ssd", "offload.min_bytes=1KiB", "offload.directory=tier
 
 
 def test_a_recipe_trains_from_end_to_end(tiny_recipe):
-    result = run("train", tiny_recipe, "--report", "report.json")
+    result = command("train", tiny_recipe, "--report", "report.json")
     assert result.exit_code == 0, result.output + result.stderr
     assert "tiny: done" in result.output
     assert "loss" in result.output
@@ -104,8 +99,8 @@ def test_every_task_trains_on_random_tokens_without_datasets(tiny_recipe, monkey
 def test_files_in_another_folder(tiny_recipe, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "text.txt").rename(tmp_path / "elsewhere" / "text.txt")
-    assert "(seen from " in run("train", tiny_recipe).stderr
-    result = run("train", tiny_recipe, "--data-dir", "elsewhere", "--report", "report.json")
+    assert "(seen from " in command("train", tiny_recipe).stderr
+    result = command("train", tiny_recipe, "--data-dir", "elsewhere", "--report", "report.json")
     assert result.exit_code == 0, result.output + result.stderr
     report = TrainingReport.read(Path("report.json"))
     assert report.command == f"hf-offload train {tiny_recipe} --data-dir elsewhere"
@@ -150,15 +145,15 @@ def test_every_setting_of_a_recipe_reaches_the_session(tiny_recipe, monkeypatch)
     ],
 )
 def test_bad_input_gives_one_message_and_code_2(tiny_recipe, arguments, part):
-    result = run("train", *arguments)
+    result = command("train", *arguments)
     assert result.exit_code == 2
-    assert part in " ".join(result.stderr.split())
+    assert part in said(result)
     assert "Traceback" not in result.stderr
 
 
 def test_a_defect_keeps_its_traceback(tiny_recipe, monkeypatch):
     monkeypatch.setattr("hf_offload.training.run.run_recipe", lambda *_, **__: 1 / 0)
-    assert isinstance(run("train", tiny_recipe).exception, ZeroDivisionError)
+    assert isinstance(command("train", tiny_recipe).exception, ZeroDivisionError)
 
 
 def test_ctrl_c_gives_a_summary_of_what_was_done(tiny_recipe, monkeypatch):
@@ -175,7 +170,7 @@ def test_ctrl_c_gives_a_summary_of_what_was_done(tiny_recipe, monkeypatch):
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(Trainer, "training_step", interrupted)
-    result = run("train", tiny_recipe, *OFFLOAD, "--report", "report.json")
+    result = command("train", tiny_recipe, *OFFLOAD, "--report", "report.json")
     assert result.exit_code == 130
     assert "tiny: stopped" in result.output
     report = TrainingReport.read(Path("report.json"))
@@ -193,7 +188,7 @@ def test_ctrl_c_before_the_first_step_is_no_error_either(method, tiny_recipe, mo
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Trainer, method, interrupted)
-    result = run("train", tiny_recipe, *OFFLOAD, "--report", "report.json")
+    result = command("train", tiny_recipe, *OFFLOAD, "--report", "report.json")
     assert result.exit_code == 130
     assert "tiny: stopped" in result.output
     report = TrainingReport.read(Path("report.json"))
@@ -329,9 +324,9 @@ def test_train_starts_itself_again_with_the_best_allocator_once(tiny_recipe):
     ],
 )
 def test_settings_that_only_the_trainer_refuses_are_an_error_of_the_recipe(tiny_recipe, changes, part):
-    result = CliRunner().invoke(app, ["train", str(tiny_recipe), *changes])
+    result = command("train", tiny_recipe, *changes)
     assert result.exit_code == 2, result.output
-    assert part in " ".join(result.stderr.split())
+    assert part in said(result)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +341,7 @@ def test_a_full_folder_is_named_whichever_library_writes_there(tiny_recipe, file
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, former[1]))
     try:
-        error = run("train", tiny_recipe, "training.output_dir=o", *changes).exception
+        error = command("train", tiny_recipe, "training.output_dir=o", *changes).exception
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, former)
     assert (type(error), error.errno, error.filename) == (OSError, errno.EFBIG, folder)
