@@ -3,7 +3,7 @@
 import itertools
 import json
 
-from tests.helpers.command_line import benchmark
+from tests.helpers.command_line import benchmark, said
 
 LLAMA = [
     "llama-1b", "model.config.num_hidden_layers=2", "model.config.hidden_size=256", "model.config.num_attention_heads=4",
