@@ -139,10 +139,9 @@ def test_a_loop_computes_the_same_bits(name, prepare, offloading, tmp_path):
         assert stats.ended_steps == 4 // settings.get("gradient_accumulation_steps", 1)  # optimizers end steps
 
 
-@pytest.mark.parametrize("offloading", [{}, STREAMED], ids=["activations", "state"])
-def test_a_run_that_is_saved_loaded_and_continued_goes_on_as_if_nothing_had_happened(offloading, tmp_path):
+def test_a_run_that_is_saved_loaded_and_continued_goes_on_as_if_nothing_had_happened(tmp_path):
     expected = loop(Accelerator(cpu=True), together, steps=6, dropout=0.0)
-    settings = {"tier": "ssd", "directory": tmp_path, "min_bytes": 0, **offloading}
+    settings = {"tier": "ssd", "directory": tmp_path, "min_bytes": 0, "optimizer": "ssd"}
     accelerator = OffloadPlugin(**settings).accelerator(cpu=True)
 
     def save(step):
@@ -386,6 +385,9 @@ def test_evaluation_between_steps_of_a_loop_is_not_planned_for(tmp_path, machine
     assert nothing is None
     assert evaluated > 2 * without
     assert during == pytest.approx(without, rel=0.05)
+
+
+# --------------------------------------------------------------------------------- scripts that know nothing of offloading
 
 
 @pytest.fixture

@@ -114,6 +114,9 @@ def test_tables_and_pictures_are_written(real):
     assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+# -------------------------------------------------------------------------------------------------- cells, one by one
+
+
 def spec_for(recipe, strategy, **changes):
     values = {"recipe": str(recipe), "overrides": (), "strategy": strategy, "base": str(recipe.parent / "cell")}
     return CellSpec(**(values | changes))

@@ -10,6 +10,7 @@ from hf_offload.errors import OffloadPlanError
 from hf_offload.structure.units import find_blocks
 from tests.helpers.activation_heavy_models import batch, build
 from tests.helpers.live_bytes import live_bytes_of_steps
+from tests.helpers.train import same
 
 LAYERS = 4
 
@@ -58,10 +59,6 @@ def train(model, config, steps, forwards=lambda step: 1):
 
 def auto(budget, directory, **settings):
     return OffloadConfig(tier="auto", memory_budget=budget, directory=directory, min_bytes=4096, **settings)
-
-
-def same(one, other):
-    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -21,7 +21,15 @@ from hf_offload import (
 )
 from hf_offload.transforms.rematerialization.apply import Rematerialization
 from tests.helpers import live_bytes
-from tests.helpers.tiny_models import HIDDEN, SEQUENCE, ExampleDataset, gradients, tiny_batch, tiny_model
+from tests.helpers.tiny_models import (
+    HIDDEN,
+    SEQUENCE,
+    ExampleDataset,
+    gradients,
+    switch_on_checkpointing,
+    tiny_batch,
+    tiny_model,
+)
 from tests.helpers.train import assert_same
 
 SIZE = 4
@@ -269,6 +277,9 @@ def test_copies_are_lean_by_themselves(copied):
     assert all(id(one.forward.__self__.module) in own for one in twin.modules() if "forward" in vars(one))
 
 
+# ------------------------------------------------------------------------------------------------------------ with the others
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_offloading_what_is_left_changes_no_bit(name, tmp_path):
     def go(**settings):
@@ -300,12 +311,6 @@ def test_sampled_layers_keep_their_rows_and_the_others_are_lean(caplog):
     assert_same(found[1], found[0])
     assert sizes[1] < sizes[0]
     assert caplog.text.count("sampled_linear saves time but no memory") == 1
-
-
-def switch_on_checkpointing(model, *options):
-    """transformers has renamed it, and warns about the older name."""
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    next(getattr(model, name) for name in names if hasattr(model, name))(*options)
 
 
 @pytest.mark.parametrize(("name", "reentrant"), [("gpt2", True), ("t5", False)])

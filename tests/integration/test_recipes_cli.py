@@ -199,6 +199,9 @@ def test_show_says_where_each_setting_comes_from():
     assert "predicted:" not in command("recipes", "show", "llama/qwen3_8b_lora_ssd", "training.max_steps=7").stdout
 
 
+# ---- validate
+
+
 def test_validate_reports_all_errors_of_all_files(tiny):
     bad = tiny.with_name("bad.yaml")
     bad.write_text(TINY.replace("tier: ram", "teir: ram").replace("max_steps", "max_step"))
@@ -214,6 +217,9 @@ def test_validate_finds_what_only_training_arguments_refuse(tiny):
     result = command("recipes", "validate", tiny)
     assert result.exit_code == 1
     assert "max_grad_norm" in result.stderr
+
+
+# ---- predict
 
 
 def test_a_prediction_is_written_once_and_found_again(tiny):

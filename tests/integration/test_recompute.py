@@ -17,6 +17,7 @@ from hf_offload.errors import OffloadConfigError, OffloadPlanError, RecomputeErr
 from hf_offload.structure.units import find_blocks
 from tests.helpers.activation_heavy_models import batch, build
 from tests.helpers.live_bytes import live_bytes_of_steps, peak_live_bytes
+from tests.helpers.train import same
 from tests.helpers.training_steps import training_steps
 
 WIDTH, ROWS = 32, 256
@@ -94,10 +95,6 @@ def run(make, config, steps=STEPS, options=lambda step: {}, before=lambda model,
     return losses, [tensor.clone() for tensor in model.state_dict().values()], recomputed
 
 
-def same(found, expected):
-    return found[0] == expected[0] and all(map(torch.equal, found[1], expected[1]))
-
-
 def auto(tmp_path, make=Model, **settings):
     """A budget for weights and state, and a part of the activations."""
     torch.manual_seed(0)
@@ -139,7 +136,7 @@ def test_blocks_of_transformers_are_recomputed_exactly(name, tmp_path):
     )
     found = train(config)
     assert found[2]
-    assert same(found, train(NONE))
+    assert same(found[:2], train(NONE)[:2])
 
 
 @pytest.mark.parametrize("block", [BatchNorm, ReplacedBuffer])
@@ -147,7 +144,7 @@ def test_a_block_that_writes_to_its_buffers_is_not_recomputed(block, tmp_path):
     expected = run(lambda: Model(block), NONE)
     found = run(lambda: Model(block), auto(tmp_path, lambda: Model(block)))
     assert not found[2]
-    assert same(found, expected)
+    assert same(found[:2], expected[:2])
 
 
 def test_other_blocks_of_the_same_model_are_recomputed(tmp_path):
@@ -159,7 +156,7 @@ def test_other_blocks_of_the_same_model_are_recomputed(tmp_path):
     found = run(make, auto(tmp_path))
     assert "layers.2" not in found[2]
     assert {"layers.0", "layers.1", "layers.3"} & found[2]
-    assert same(found, run(make, NONE))
+    assert same(found[:2], run(make, NONE)[:2])
 
 
 # -- blocks that the user names -----------------------------------------------------------------------------------------
@@ -181,7 +178,7 @@ def test_blocks_of_a_class_that_is_named_are_recomputed_exactly(named, tmp_path)
     found = run(encoder, auto(tmp_path, encoder, recompute_blocks=named))
     assert bool(found[2]) == (named is not None)
     assert all(name.startswith("layers.") for name in found[2])
-    assert same(found, run(encoder, NONE))
+    assert same(found[:2], run(encoder, NONE)[:2])
 
 
 def test_named_blocks_are_of_their_own_class_in_copies_and_once_detached(tmp_path):
@@ -313,6 +310,9 @@ def test_a_recompute_draws_what_its_forward_drew_and_leaves_generators_as_they_w
     assert steps(True) == steps(False)
 
 
+# -- what a call receives -----------------------------------------------------------------------------------------------
+
+
 TOKENS, PREFIX = 64, 8
 
 
@@ -382,7 +382,7 @@ def test_prefix_tuning_keeps_its_prefix(tmp_path):
     expected = train_llama(prefix_tuned(llama()), NONE)
     found = train_llama(prefix_tuned(llama()), config)
     assert not found[2]
-    assert same(found, expected)
+    assert same(found[:2], expected[:2])
 
 
 def test_a_cache_that_is_given_is_used_whenever_it_comes(tmp_path):
@@ -393,7 +393,7 @@ def test_a_cache_that_is_given_is_used_whenever_it_comes(tmp_path):
     expected = train_llama(llama(), NONE, caches)
     found = train_llama(llama(), config, caches)
     assert found[2]
-    assert same(found, expected)
+    assert same(found[:2], expected[:2])
 
 
 def test_a_cache_is_used_by_blocks_that_are_to_be_recomputed():

@@ -23,7 +23,14 @@ from hf_offload import (
 from hf_offload.transforms.sampling.apply import convert_linears
 from hf_offload.transforms.sampling.linear import PADDING_WEIGHT, SampledConv1D, SampledLinear
 from tests.helpers import live_bytes
-from tests.helpers.tiny_models import ExampleDataset, gradients, tiny_batch, tiny_model, weights
+from tests.helpers.tiny_models import (
+    ExampleDataset,
+    gradients,
+    switch_on_checkpointing,
+    tiny_batch,
+    tiny_model,
+    weights,
+)
 
 CONFIG = SampledLinearConfig(ratio=0.25, min_rows=1)
 
@@ -140,12 +147,6 @@ def test_adapters_of_a_quantised_base():
     for name, gradient in exact.items():
         sampled = name.removesuffix(".weight") in report.changes
         assert torch.equal(found[name], gradient) != sampled, name
-
-
-def switch_on_checkpointing(model, *options):
-    """transformers has renamed it, and warns about the older name."""
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    next(getattr(model, name) for name in names if hasattr(model, name))(*options)
 
 
 def seeded_gradients(model, name="llama", steps=1):

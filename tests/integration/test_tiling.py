@@ -310,6 +310,9 @@ def test_wrong_settings(options, part):
         OffloadConfig(tier="none", **options)
 
 
+# -- tiled MLP ---------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("name", ["gpt2", "t5", "llama"])
 def test_tiled_mlps_give_what_they_gave(name, monkeypatch):
     monkeypatch.setattr("hf_offload.transforms.tiling.cut._LEAST_MODULE_ROWS", 4)
