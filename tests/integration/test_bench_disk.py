@@ -107,13 +107,6 @@ def _seen(seen, real):
     return call
 
 
-def test_sizes_are_cut_to_whole_records_for_all_threads(directory, monkeypatch):
-    monkeypatch.setattr(disk, "RECORD_BYTES", 1536 * KIB)
-    workload = Workload.of(5 * MIB + 7)
-    assert workload.size_bytes == 3 * MIB
-    assert (workload.threads("write"), workload.threads("read")) == (2, 4)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -137,13 +130,6 @@ def test_a_full_disk_is_refused_before_anything_is_written(directory, monkeypatc
     result = command("bench", "disk", "-d", directory, *SMALL)
     assert result.exit_code == 2
     assert "has 7.00 MiB free, and two files of 4.00 MiB need 8.00 MiB" in result.stderr
-
-
-def test_every_directory_is_checked_before_the_first_is_measured(directory, monkeypatch):
-    monkeypatch.setattr(disk, "compare_drive", None)
-    result = command("bench", "disk", "-d", directory, "-d", directory / "missing", *SMALL)
-    assert result.exit_code == 2
-    assert "does not exist" in result.stderr
 
 
 def test_tmpfs_is_refused_by_name(directory, monkeypatch):

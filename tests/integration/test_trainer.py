@@ -32,7 +32,7 @@ from hf_offload import (
 )
 from hf_offload.engine.transfer import Transfer
 from hf_offload.integrations.summary import show_summary
-from tests.helpers.tiny_models import ExampleDataset, gradients, tiny_batch, tiny_model, weights
+from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 
 FIELDS = {field.name for field in dataclasses.fields(TrainingArguments)}
 # Up to transformers 5.x the older name; where both exist the older one is deprecated.
@@ -466,29 +466,6 @@ def test_reporters_stay_behind_ours(plain, flags):
 
 
 # -- the model while offloading is attached --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_an_attached_model_is_not_offloaded(copied, config):
-    model = tiny_model("gpt2", dropout=0.0)
-    batch = tiny_batch("gpt2")
-    model(**batch).loss.backward()
-    expected = gradients(model)
-    model.zero_grad()
-
-    session = attach(model, config)
-    clone = copied(model)
-    clone(**batch).loss.backward()
-    assert no_hooks_on_this_thread()
-    assert session.stats.total.offloaded_bytes == 0
-    found = gradients(clone)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-
-    model(**batch).loss.backward()
-    assert session.stats.total.offloaded_bytes > 0
-    session.detach()
-    assert hooks_on(model) == []
 
 
 def test_a_frozen_model_is_left_alone_with_a_warning(plain, flags, caplog):

@@ -248,7 +248,7 @@ def test_a_value_that_cannot_be_compared_is_refused(name):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@settings(max_examples=120, **RELAXED)
+@settings(max_examples=80, **RELAXED)
 @given(data=st.data())
 def test_a_value_of_any_kind_becomes_a_setting_or_an_error_that_names_it(here, source, data):
     source(data.draw)
