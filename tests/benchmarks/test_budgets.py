@@ -15,7 +15,7 @@ import pytest
 from benchmarks.budgets import command
 from benchmarks.budgets.meter import metered
 from benchmarks.budgets.runs import AUTO, IN_MEMORY, SIMPLE, Family, Job
-from benchmarks.budgets.table import fastest, letters, row_of, texts
+from benchmarks.budgets.table import fastest, row_of, texts
 from tests.helpers.command_line import benchmark, said
 
 BUDGET = 500
@@ -152,12 +152,6 @@ def test_a_way_that_exceeds_the_budget_in_any_of_its_turns_does_not_fit(number):
     assert (row.best, row.step_ratio) == (None, None)
 
 
-def test_simple_ways_are_short_in_the_table():
-    assert letters(IN_MEMORY) == "m/m/m"
-    assert letters("activations recompute, state ssd") == "r/s/m"
-    assert len({letters(way) for way in SIMPLE}) == len(SIMPLE)
-
-
 def test_other_bits_in_any_round_show():
     runs = rounds((2.2, 2.0, 4.0), (3.0, 3.0, 4.0))
     runs[-3]["weights_sha256"] = "b"
@@ -172,7 +166,7 @@ def test_a_refusal_is_a_result_that_says_what_would_do():
     assert "refused: 600 MB would do" in texts(row)
 
 
-@pytest.mark.parametrize("shares", ["", "much", "0", "80,-5", "300"])
+@pytest.mark.parametrize("shares", ["much", "80,-5"])
 def test_shares_that_are_none_are_refused(shares, tmp_path):
     result = benchmark("budgets", "--shares", shares, "--output", str(tmp_path / "out"))
     assert result.exit_code == 2

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.large.forecast import forecast
 from benchmarks.large.memory import KINDS
-from benchmarks.large.shape import Shape, text_tokens
+from benchmarks.large.shape import Shape
 from tests.helpers.command_line import benchmark
 
 SMALL = "--layers 6 --width 128 --vocabulary 512 --tokens 32 --steps 2 --budget 1MiB"
@@ -80,10 +80,3 @@ def test_what_cannot_be_is_refused_before_the_model_is_made(tmp_path, arguments,
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
     assert not (tmp_path / "results").exists()
-
-
-def test_tokens_are_bytes_of_text_in_one_row_after_the_other():
-    rows = text_tokens(100)
-    first, second = next(rows), next(rows)
-    assert first.shape == (1, 100)
-    assert bytes(first[0].tolist() + second[0].tolist()).decode().startswith('"""')

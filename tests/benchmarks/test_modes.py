@@ -9,13 +9,10 @@ import safetensors.torch
 import torch
 
 from benchmarks.modes import search as bench
-from benchmarks.modes.costs import Stepper, Times, step_times
+from benchmarks.modes.costs import Times, step_times
 from benchmarks.modes.runs import (
-    LENGTH,
-    VALIDATION_BLOCKS,
     Run,
     build_model,
-    build_trainer,
     load_text,
     validation_loss,
 )
@@ -160,30 +157,7 @@ def test_wrong_questions(data, tmp_path, changed, options, parts):
     assert not (tmp_path / "out").exists()
 
 
-def test_without_the_text_it_is_said_what_should_be_there(tmp_path):
-    result = call(tmp_path, tmp_path / "out")
-    assert result.exit_code == 2
-    assert "tinyshakespeare/input.txt is not there: --data-dir is a folder" in " ".join(result.output.split())
-    (tmp_path / "tinyshakespeare").mkdir()
-    (tmp_path / "tinyshakespeare" / "input.txt").write_text("too short " * 60)
-    with pytest.raises(OffloadConfigError, match="has 600 bytes, too few"):
-        load_text(tmp_path)
-
-
 # ------------------------------------------------------------------------------------------------------- text and costs
-
-
-def test_the_validation_blocks_are_of_the_end_and_lie_apart(tmp_path):
-    (tmp_path / "tinyshakespeare").mkdir()
-    blocks = 2000
-    content = b"".join(number.to_bytes(2, "little") * (LENGTH // 2) for number in range(blocks))
-    (tmp_path / "tinyshakespeare" / "input.txt").write_bytes(content)
-    text = load_text(tmp_path)
-    assert text.train.shape == (1800, LENGTH)
-    assert text.validation.shape == (VALIDATION_BLOCKS, LENGTH)
-    numbers = (text.validation[:, 0] + 256 * text.validation[:, 1]).tolist()
-    assert numbers == list(range(1800, 1800 + 3 * VALIDATION_BLOCKS, 3))
-    assert text[7]["input_ids"].tolist() == text[7]["labels"].tolist() == [7, 0] * (LENGTH // 2)
 
 
 def test_the_validation_loss_is_a_mean_over_bytes(data):
@@ -204,20 +178,6 @@ def test_the_settings_fit_the_model_and_say_why():
         assert bench.PERIOD % gap == 0, name
     assert [MODES[name].settings_for(320, 0)["rank"] for name in ("galore", "apollo", "lora")] == [80, 80, 16]
     assert MODES["frugal"].settings_for(320, 7)["seed"] == 7
-
-
-def stepper(data, mode, folder):
-    text = load_text(data)
-    settings = MODES[mode].settings_for(32, 0)
-    named = MODES[mode].of or mode
-    return Stepper(build_trainer(build_model(3, 32), text, named, settings, 1e-3, 0, 1, folder), text)
-
-
-def test_the_peak_holds_what_a_step_needs(data, tmp_path):
-    peaks = {mode: stepper(data, mode, tmp_path).peak_bytes() for mode in ("none", "lora")}
-    weights = sum(weight.nbytes for weight in build_model(3, 32).parameters())
-    assert peaks["none"] > 4 * weights  # weights, gradients, two moments
-    assert peaks["lora"] < peaks["none"] - 2 * weights
 
 
 class Recorded:

@@ -38,10 +38,3 @@ def test_wrong_questions(arguments, part, tmp_path):
     result = benchmark("sampling", *arguments, "--output", tmp_path)
     assert result.exit_code == 2
     assert part in result.output
-
-
-@pytest.mark.parametrize("name", ["sampling", "loss"])
-def test_no_shape_at_all_is_refused(name, tmp_path):
-    result = benchmark(name, "", *(["--output", str(tmp_path)] if name == "sampling" else []))
-    assert result.exit_code == 2
-    assert "shape=''" in result.output
