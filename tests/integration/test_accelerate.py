@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from hf_offload import (
     OffloadConfig,
@@ -27,6 +27,7 @@ from hf_offload.run import switch_on
 from hf_offload.session import attached_session
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 from tests.helpers.train import same
+from tests.helpers.trainers import make_trainer
 
 METHODS = dict(vars(Accelerator))
 
@@ -325,15 +326,8 @@ def test_two_plugins_are_refused(plugin):
 
 
 def test_a_plugin_and_training_arguments_are_refused(plugin, tmp_path):
-    arguments = OffloadTrainingArguments(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        report_to="none",
-        offload="ssd",
-        offload_directory=str(tmp_path),
-        max_steps=1,
-    )
-    trainer = Trainer(tiny_model("gpt2"), arguments, train_dataset=ExampleDataset("gpt2", 4))
+    settings = {"offload": "ssd", "offload_directory": str(tmp_path)}
+    trainer = make_trainer(tmp_path, tiny_model("gpt2"), name="gpt2", **settings)
     plugin.attach(trainer.accelerator)
     with pytest.raises(OffloadConfigError, match=r"by an OffloadPlugin, and the Trainer's OffloadCallback attaches"):
         trainer.train()
@@ -410,13 +404,8 @@ def test_every_accelerator_offloads(switched):
     assert hooks_on(accelerator._models[0]) == []
 
 
-def trained(tmp_path, arguments=TrainingArguments, callbacks=(), **settings):
-    arguments = arguments(
-        output_dir=str(tmp_path / "out"), max_steps=3, use_cpu=True, report_to="none", save_strategy="no", seed=3,
-        per_device_train_batch_size=2, disable_tqdm=True, **settings,
-    )  # fmt: skip
-    data = ExampleDataset("gpt2", 12)
-    trainer = Trainer(tiny_model("gpt2"), arguments, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
+def trained(tmp_path, arguments=TrainingArguments, **settings):
+    trainer = make_trainer(tmp_path / "out", tiny_model("gpt2"), name="gpt2", arguments=arguments, seed=3, **settings)
     trainer.train()
     return weights(trainer.model)
 

@@ -16,27 +16,21 @@ import pytest
 from huggingface_hub import ModelCard
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, OffloadTrainingArguments
+from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError
 from hf_offload.reports.card import CardFacts, card_of
 from hf_offload.reports.card_memory import Comparison
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.report import TrainingReport
 from tests.helpers.command_line import command, said
-from tests.helpers.tiny_models import ExampleDataset, tiny_model
+from tests.helpers.tiny_models import tiny_model
 from tests.helpers.tiny_recipe import write_tiny_recipe
+from tests.helpers.trainers import make_trainer
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(folder, trainer_class=Trainer, callbacks=(), **settings):
-    arguments = OffloadTrainingArguments(
-        output_dir=str(folder), max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
-        per_device_train_batch_size=2, **settings,
-    )  # fmt: skip
-    model = tiny_model("llama")
-    trainer = trainer_class(
-        model=model, args=arguments, train_dataset=ExampleDataset("llama", 4), callbacks=list(callbacks)
-    )
+    trainer = make_trainer(folder, tiny_model("llama"), kind=trainer_class, callbacks=callbacks, **settings)
     trainer.train()
     trainer.create_model_card(model_name="tiny")
     return (folder / "README.md").read_text(encoding="utf-8")
@@ -74,10 +68,7 @@ def test_any_way_of_switching_on_and_any_trainer(tmp_path):
 
 
 def test_a_callback_that_is_added_later(tmp_path):
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no"
-    )
-    trainer = Trainer(tiny_model("llama"), arguments, train_dataset=ExampleDataset("llama", 4))
+    trainer = make_trainer(tmp_path, tiny_model("llama"), arguments=TrainingArguments)
     trainer.add_callback(OffloadCallback(OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0)))
     trainer.train()
     trainer.create_model_card()

@@ -9,12 +9,10 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer
 
 from hf_offload import (
     OffloadConfig,
     OffloadConfigError,
-    OffloadTrainingArguments,
     RecomputeElementwiseConfig,
     attach,
     offload_activations,
@@ -24,13 +22,13 @@ from tests.helpers import live_bytes
 from tests.helpers.tiny_models import (
     HIDDEN,
     SEQUENCE,
-    ExampleDataset,
     gradients,
     switch_on_checkpointing,
     tiny_batch,
     tiny_model,
 )
 from tests.helpers.train import assert_same
+from tests.helpers.trainers import make_trainer
 
 SIZE = 4
 TOKENS = SIZE * SEQUENCE
@@ -376,12 +374,9 @@ def test_compiled(wrapped):
 
 
 def test_one_argument_of_the_trainer_is_enough(tmp_path, caplog):
-    arguments = OffloadTrainingArguments(
-        output_dir=str(tmp_path), max_steps=3, use_cpu=True, report_to="none", recompute_elementwise="norms, activations",
-        save_strategy="no", per_device_train_batch_size=2, disable_tqdm=True, gradient_accumulation_steps=2,
-    )  # fmt: skip
     model = tiny_model("llama")
-    trainer = Trainer(model, arguments, train_dataset=ExampleDataset("llama", 8))
+    settings = {"recompute_elementwise": "norms, activations", "gradient_accumulation_steps": 2}
+    trainer = make_trainer(tmp_path, model, **settings)
     with caplog.at_level(logging.INFO, "hf_offload"):
         trainer.train()
     assert "Modules that save less for backward: 2 for activations, 5 for norms." in caplog.text

@@ -9,7 +9,6 @@ import torch
 from huggingface_hub import ModelCard
 from pydantic import Field
 from torch import nn
-from transformers import Trainer
 
 from hf_offload import OffloadConfigError, OffloadTrainingArguments
 from hf_offload.memory_modes.protocol import MemoryMode, trained_parameters
@@ -18,7 +17,8 @@ from hf_offload.settings.classes import settings
 from hf_offload.settings.memory_modes import MODES, Entry
 from hf_offload.settings.values import Number
 from tests.helpers.command_line import command
-from tests.helpers.tiny_models import ExampleDataset, tiny_model
+from tests.helpers.tiny_models import tiny_model
+from tests.helpers.trainers import make_trainer
 from tests.integration.test_modes_without_the_trainer import environment, plain_loop, plugin
 
 SMALL_GPT2 = ["model.config.n_layer=2", "model.config.n_embd=64", "model.config.n_head=2"]
@@ -54,11 +54,7 @@ def invoke(*arguments):
 
 def trained(folder, mode, settings=None):
     torch.manual_seed(0)
-    args = OffloadTrainingArguments(
-        output_dir=str(folder), max_steps=3, learning_rate=1e-2, report_to="none", use_cpu=True, disable_tqdm=True,
-        save_strategy="no", memory_mode=mode, memory_mode_kwargs=settings,
-    )  # fmt: skip
-    run = Trainer(model=tiny_model("llama"), args=args, train_dataset=ExampleDataset("llama", 12))
+    run = make_trainer(folder, tiny_model("llama"), memory_mode=mode, memory_mode_kwargs=settings)
     run.train()
     return run.optimizer.optimizer
 

@@ -9,12 +9,10 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer
 
 from hf_offload import (
     OffloadConfig,
     OffloadConfigError,
-    OffloadTrainingArguments,
     SampledLinearConfig,
     attach,
     measure_errors,
@@ -24,13 +22,13 @@ from hf_offload.transforms.sampling.apply import convert_linears
 from hf_offload.transforms.sampling.linear import PADDING_WEIGHT, SampledConv1D, SampledLinear
 from tests.helpers import live_bytes
 from tests.helpers.tiny_models import (
-    ExampleDataset,
     gradients,
     switch_on_checkpointing,
     tiny_batch,
     tiny_model,
     weights,
 )
+from tests.helpers.trainers import make_trainer
 
 CONFIG = SampledLinearConfig(ratio=0.25, min_rows=1)
 
@@ -277,12 +275,8 @@ def test_a_model_without_a_loss_cannot_be_measured():
 
 @pytest.mark.parametrize("value", ["0.25", '{"ratio": 0.25, "min_rows": 1, "estimator": "crs"}'])
 def test_one_argument_of_the_trainer_is_enough(value, tmp_path, caplog):
-    arguments = OffloadTrainingArguments(
-        output_dir=str(tmp_path), max_steps=3, use_cpu=True, report_to="none", sampled_linear=value, save_strategy="no",
-        per_device_train_batch_size=2, disable_tqdm=True,
-    )  # fmt: skip
     model = tiny_model("llama")
-    trainer = Trainer(model, arguments, train_dataset=ExampleDataset("llama", 8))
+    trainer = make_trainer(tmp_path, model, sampled_linear=value)
     with caplog.at_level(logging.INFO, "hf_offload"):
         trainer.train()
     assert "linear layers estimate the gradient of their weight" in caplog.text

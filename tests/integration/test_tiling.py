@@ -7,12 +7,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import Trainer
 
 from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, OffloadTrainingArguments, offload_activations
 from hf_offload.transforms.tiling.logits import TiledLogits
 from hf_offload.transforms.tiling.mlp import position_wise, why_not
 from tests.helpers.tiny_models import VOCABULARY, ExampleDataset, gradients, tiny_batch, tiny_model
+from tests.helpers.trainers import make_trainer
 
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
@@ -192,17 +192,9 @@ def test_adapters(targets, no_logits):
 # -- the Trainer -------------------------------------------------------------------------------------------------------
 
 
-def trained(tmp_path, name="llama", callbacks=(), data=None, **options):
-    settings = {
-        "output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 4, "use_cpu": True, "report_to": "none",
-        "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-2, "disable_tqdm": True,
-    }  # fmt: skip
-    trainer = Trainer(
-        model_of(name),
-        OffloadTrainingArguments(**settings | options),
-        train_dataset=data or ExampleDataset(name, 16),
-        eval_dataset=ExampleDataset(name, 4),
-        callbacks=list(callbacks),
+def trained(tmp_path, data=None, **options):
+    trainer = make_trainer(
+        tmp_path, model_of("llama"), data=data, **{"logging_steps": 1, "learning_rate": 1e-2, **options}
     )
     trainer.train()
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

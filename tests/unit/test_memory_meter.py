@@ -5,25 +5,17 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from hf_offload import OffloadError
 from hf_offload.training import gauges, memory
 from hf_offload.training.gauges import choose_gauge
 from hf_offload.training.memory import MemoryMeter, baseline_state
 from hf_offload.training.report import WARMUP_STEPS, TrainingReport, median_after_warmup, parameter_digest
+from tests.helpers.tiny_models import tiny_model
+from tests.helpers.trainers import make_trainer
 
 MB = 1 << 20
-
-
-class Tokens(Dataset):
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        ids = torch.randint(0, 97, (24,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": ids}
 
 
 class Losses(TrainerCallback):
@@ -35,30 +27,17 @@ class Losses(TrainerCallback):
             self.exact.append(float(logs["loss"]).hex())
 
 
-def tiny_model():
-    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=32, vocab_size=97, loss_type="ForCausalLM")
-    return GPT2LMHeadModel(config)
-
-
 def train(tmp_path, meter=None, callbacks=(), **arguments):
     set_seed(3)
     losses = Losses()
-    options = {"max_steps": 5, "learning_rate": 1e-2, "weight_decay": 0.1} | arguments
-    trainer = Trainer(
-        model=tiny_model(),
-        args=TrainingArguments(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=2,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-            use_cpu=True,
-            **options,
-        ),
-        train_dataset=Tokens(),
+    options = {"max_steps": 5, "learning_rate": 1e-2, "weight_decay": 0.1, "logging_steps": 1} | arguments
+    trainer = make_trainer(
+        tmp_path,
+        tiny_model("gpt2"),
+        name="gpt2",
+        arguments=TrainingArguments,
         callbacks=[losses, *callbacks],
+        **options,
     )
     if meter is not None:
         meter.install(trainer)
@@ -87,7 +66,7 @@ def test_the_comparison_notices_a_step_that_was_counted(tmp_path, monkeypatch):
 
 
 def test_adam_is_left_as_new():
-    model = tiny_model()
+    model = tiny_model("gpt2")
     before = parameter_digest(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.3)
     rates = [group["lr"] for group in optimizer.param_groups]
