@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
-from hf_offload import OffloadCallback, OffloadConfig, OffloadTrainingArguments, attach
+from hf_offload import OffloadCallback, OffloadConfig, attach
 from hf_offload.state.optimizer import streaming_of
 from hf_offload.state.weights import weights_of
 from tests.helpers.train import copied, same
+from tests.helpers.trainers import make_trainer
 
 SMALLEST = 1024  # bytes: nearly everything of the models here moves
 STEPS = 4
@@ -25,7 +26,7 @@ def gpt2() -> nn.Module:
 
 def data():
     random = torch.Generator().manual_seed(1)
-    rows = [torch.randint(0, 512, (32,), generator=random) for _ in range(32)]
+    rows = [torch.randint(0, 512, (32,), generator=random) for _ in range(16)]
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
@@ -42,27 +43,12 @@ def trained(folder, params="none", optimizer="none", resume=None, **arguments):
     """A Trainer that has trained."""
     if "ssd" in (params, optimizer):
         arguments["offload_directory"] = str(folder.parent)
-    args = OffloadTrainingArguments(
-        output_dir=folder,
-        **{
-            "max_steps": STEPS,
-            "per_device_train_batch_size": 2,
-            "learning_rate": 1e-3,
-            "warmup_steps": 2,
-            "logging_steps": 1,
-            "eval_strategy": "steps",
-            "eval_steps": 2,
-            "save_steps": 2,
-            "report_to": [],
-            "use_cpu": True,
-            "disable_tqdm": True,
-            "offload_params": params,
-            "offload_optimizer": optimizer,
-            "offload_min_bytes": SMALLEST,
-            **arguments,
-        },
-    )
-    trainer = Trainer(model=gpt2(), args=args, train_dataset=data(), eval_dataset=data()[:4])
+    settings = {
+        "max_steps": STEPS, "learning_rate": 1e-3, "warmup_steps": 2, "logging_steps": 1, "eval_strategy": "steps",
+        "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "offload_params": params,
+        "offload_optimizer": optimizer, "offload_min_bytes": SMALLEST,
+    }  # fmt: skip
+    trainer = make_trainer(folder, gpt2(), data=data(), **settings | arguments)
     mapped = Mapped()
     trainer.add_callback(mapped)
     trainer.train(resume_from_checkpoint=resume)
