@@ -10,12 +10,7 @@ import torch
 
 from benchmarks.modes import search as bench
 from benchmarks.modes.costs import Times, step_times
-from benchmarks.modes.runs import (
-    Run,
-    build_model,
-    load_text,
-    validation_loss,
-)
+from benchmarks.modes.runs import Run, build_model, load_text, validation_loss
 from benchmarks.modes.search import MODES, Findings, Setup, bench_modes, best_rate
 from benchmarks.modes.table import mode_rows, texts
 from hf_offload.errors import OffloadConfigError, OffloadError

@@ -15,13 +15,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from transformers import TrainingArguments
 
-from hf_offload import (
-    OffloadConfig,
-    OffloadConfigError,
-    OffloadPlugin,
-    OffloadTrainingArguments,
-    attach,
-)
+from hf_offload import OffloadConfig, OffloadConfigError, OffloadPlugin, OffloadTrainingArguments, attach
 from hf_offload.integrations.accelerate import attached_accelerators
 from hf_offload.run import switch_on
 from hf_offload.session import attached_session

@@ -10,23 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from hf_offload import (
-    OffloadConfig,
-    OffloadConfigError,
-    RecomputeElementwiseConfig,
-    attach,
-    offload_activations,
-)
+from hf_offload import OffloadConfig, OffloadConfigError, RecomputeElementwiseConfig, attach, offload_activations
 from hf_offload.transforms.rematerialization.apply import Rematerialization
 from tests.helpers import live_bytes
-from tests.helpers.tiny_models import (
-    HIDDEN,
-    SEQUENCE,
-    gradients,
-    switch_on_checkpointing,
-    tiny_batch,
-    tiny_model,
-)
+from tests.helpers.tiny_models import HIDDEN, SEQUENCE, gradients, switch_on_checkpointing, tiny_batch, tiny_model
 from tests.helpers.train import assert_same
 from tests.helpers.trainers import make_trainer
 

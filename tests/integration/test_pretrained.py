@@ -405,12 +405,7 @@ def test_a_recipe_makes_its_model_on_the_tier(source, mode, tiny_recipe, tmp_pat
         start, end = text.index("model:\n"), text.index("data:\n")
         tiny_recipe.write_text(f"{text[:start]}model:\n  name: {tmp_path / 'first'}\n{text[end:]}")
     expected = run_recipe(load_recipe(tiny_recipe, overrides), save=False)
-    overrides += [
-        "offload.params=ssd",
-        "offload.directory=tier",
-        "offload.min_bytes=1KiB",
-        "offload.tier=none",
-    ]
+    overrides += ["offload.params=ssd", "offload.directory=tier", "offload.min_bytes=1KiB", "offload.tier=none"]
     seen = _Model()
     report = run_recipe(load_recipe(tiny_recipe, overrides), save=False, callbacks=[seen])
     assert (report.losses_hex, report.parameters_sha256) == (expected.losses_hex, expected.parameters_sha256)

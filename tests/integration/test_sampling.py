@@ -21,13 +21,7 @@ from hf_offload import (
 from hf_offload.transforms.sampling.apply import convert_linears
 from hf_offload.transforms.sampling.linear import PADDING_WEIGHT, SampledConv1D, SampledLinear
 from tests.helpers import live_bytes
-from tests.helpers.tiny_models import (
-    gradients,
-    switch_on_checkpointing,
-    tiny_batch,
-    tiny_model,
-    weights,
-)
+from tests.helpers.tiny_models import gradients, switch_on_checkpointing, tiny_batch, tiny_model, weights
 from tests.helpers.trainers import make_trainer
 
 CONFIG = SampledLinearConfig(ratio=0.25, min_rows=1)
