@@ -211,7 +211,7 @@ def formulas_of(model):
     return next(module.forward.__self__.formulas for module in model.modules() if "forward" in vars(module))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_nothing_is_held_when_forward_and_backward_are_over(name):
     model = tiny_model(name)
     lean(model, "exact")

@@ -27,10 +27,6 @@ from tests.helpers.trainers import make_trainer
 CONFIG = SampledLinearConfig(ratio=0.25, min_rows=1)
 
 
-def ends(names):
-    return {name.rpartition(".")[2] for name in names}
-
-
 @pytest.mark.parametrize(
     ("name", "converted", "left"),
     [
@@ -76,14 +72,6 @@ def test_layers_of_one_input_keep_one_part():
     rows, width = 4 * 24, 32
     part = rows // 4 * (4 * width + 8)  # the rows, and where they were
     assert sizes[2] - sizes[1] == 2 * 3 * part  # of five parts, two are enough; in each of two blocks
-
-
-def test_nothing_is_held_when_forward_and_backward_are_over():
-    model = tiny_model("llama")
-    convert_linears(model, CONFIG)
-    model(**tiny_batch("llama")).loss.backward()
-    draws = model.model.layers[0].self_attn.q_proj.draws
-    assert draws._known == {}
 
 
 def test_what_is_saved_can_leave():
@@ -296,11 +284,6 @@ def test_layers_that_were_sampled_before_stay_so():
     assert left == list(before)
 
 
-def test_a_ratio_of_one_converts_nothing():
-    session = attach(tiny_model("llama"), OffloadConfig(tier="none", sampled_linear=1))
-    assert session.sampled == []
-
-
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
@@ -317,11 +300,6 @@ def test_wrong_settings(settings, part):
         SampledLinearConfig(**settings)
     with pytest.raises(OffloadConfigError, match=part):
         OffloadConfig(sampled_linear=settings)
-
-
-def test_settings_that_are_no_json():
-    with pytest.raises(OffloadConfigError, match=r"neither a ratio such as 0\.3 nor settings in JSON"):
-        OffloadConfig(sampled_linear="a third")
 
 
 @pytest.mark.parametrize(
