@@ -285,24 +285,6 @@ def test_layers_that_were_sampled_before_stay_so():
 
 
 @pytest.mark.parametrize(
-    ("settings", "part"),
-    [
-        ({"ratio": 0}, "ratio=0 is too small: give more than 0"),
-        ({"ratio": 1.5}, "ratio=1.5"),
-        ({"estimator": "wta"}, "Did you mean 'wta-crs'"),
-        ({"min_rows": 0}, "min_rows=0"),
-        ({"targets": ()}, "targets="),
-        ({"share_inputs": "yes"}, "share_inputs"),
-    ],
-)
-def test_wrong_settings(settings, part):
-    with pytest.raises(OffloadConfigError, match=part):
-        SampledLinearConfig(**settings)
-    with pytest.raises(OffloadConfigError, match=part):
-        OffloadConfig(sampled_linear=settings)
-
-
-@pytest.mark.parametrize(
     ("make", "targets", "part"),
     [
         (lambda: tiny_model("llama"), "qproj", r"Did you mean 'q_proj'\?.*model.layers.N.self_attn.q_proj"),

@@ -289,11 +289,8 @@ def test_a_piece_that_holds_everything_is_an_error():
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"tiled_loss": "yes"}, "tiled_loss"),
-        ({"tiled_loss": "on", "tile_bytes": "0MiB"}, "tile_bytes=.* is too small"),
         ({"tile_bytes": "1MiB"}, "nothing is tiled"),
         ({"tiled_mlp": ""}, "is not a list of module names"),
-        ({"tiled_mlp": 3}, "tiled_mlp=3"),
         ({"tiled_mlp": "auto"}, "where nothing else fits the memory budget"),
     ],
 )
