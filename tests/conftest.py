@@ -76,6 +76,17 @@ def tiny_recipe(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """One that the benchmark trains on random tokens, in an empty current directory."""
+    from tests.helpers.bench_recipes import RANDOM_RECIPE
+
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(RANDOM_RECIPE)
+    return path
+
+
+@pytest.fixture
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are as good as a tenth of the search makes them: what they keep to is the same."""
     monkeypatch.setattr("hf_offload.plan.search._SEARCH_WORK", 9_000)

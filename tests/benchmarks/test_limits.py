@@ -8,18 +8,10 @@ import torch
 
 from benchmarks.limits import largest_that_fits
 from hf_offload.bench.cell import CRASHED, DONE, OUT_OF_MEMORY, CellResult
-from tests.helpers.bench_recipes import RANDOM_RECIPE, TINY_MODEL
+from tests.helpers.bench_recipes import TINY_MODEL
 from tests.helpers.command_line import benchmark, said
 
 CRASH = CellResult(CRASHED, "RuntimeError: no such luck")
-
-
-@pytest.fixture
-def recipe(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "tiny.yaml"
-    path.write_text(RANDOM_RECIPE)
-    return path
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 127, 128, 255, 256, 1000, 1024, 5000, 70_000, 131_072, 10**9])
