@@ -31,7 +31,7 @@ import pytest
 import torch
 import transformers  # noqa: F401  its log handler keeps the stderr of its import, which must outlive a single test
 
-from hf_offload.plan.hardware import Hardware, Measurement
+from tests.helpers.machines import machine
 from tests.helpers.tiny_recipe import write_tiny_recipe
 
 
@@ -97,10 +97,7 @@ def machine_with_drive(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Non
     """Takes the machine for one whose drive moves so many bytes a second, however busy it is, and spares its measurement."""
 
     def take(bytes_per_s: float) -> None:
-        given = {name: Measurement(1e11, "given") for name in ("float32", "bfloat16", "float16")}
-        rate = {"ssd": Measurement(bytes_per_s, "given")}
-        memory, copies = Measurement(4e9, "given"), Measurement(1e10, "given")
-        hardware = Hardware("a test", "cpu", memory, given, copies, rate, rate, {"ssd": Measurement(1e10, "given")})
+        hardware = machine(bytes_per_s)
         monkeypatch.setattr(
             "hf_offload.planning.ranks.measure_hardware", lambda directories, device, **options: hardware
         )
