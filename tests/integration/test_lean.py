@@ -1,7 +1,6 @@
 """Models that save less for backward: the same bits, fewer bytes, and what they live with."""
 
 import copy
-import logging
 import pickle
 import weakref
 
@@ -15,7 +14,6 @@ from hf_offload.transforms.rematerialization.apply import Rematerialization
 from tests.helpers import live_bytes
 from tests.helpers.tiny_models import HIDDEN, SEQUENCE, gradients, switch_on_checkpointing, tiny_batch, tiny_model
 from tests.helpers.train import assert_same
-from tests.helpers.trainers import make_trainer
 
 SIZE = 4
 TOKENS = SIZE * SEQUENCE
@@ -358,16 +356,6 @@ def test_compiled(wrapped):
     expected = gradients(usual)
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, expected[name], msg=name)
-
-
-def test_one_argument_of_the_trainer_is_enough(tmp_path, caplog):
-    model = tiny_model("llama")
-    settings = {"recompute_elementwise": "norms, activations", "gradient_accumulation_steps": 2}
-    trainer = make_trainer(tmp_path, model, **settings)
-    with caplog.at_level(logging.INFO, "hf_offload"):
-        trainer.train()
-    assert "Modules that save less for backward: 2 for activations, 5 for norms." in caplog.text
-    assert not any("forward" in vars(module) for module in model.modules())  # given back
 
 
 # ------------------------------------------------------------------------------------------------------------------- mistakes
