@@ -307,11 +307,6 @@ def test_variables_are_the_defaults_and_the_script_goes_before(monkeypatch, capl
     assert "HF_OFFLOAD_RAM_BUDGET=1GiB is not used: the script sets ram_budget='2GiB'." in caplog.text
 
 
-def test_nothing_is_done_for_settings_that_ask_for_nothing():
-    accelerator = OffloadPlugin(tier="none").accelerator(cpu=True)
-    assert hooks_on(accelerator.prepare(tiny_model("gpt2"))) == []
-
-
 def test_two_plugins_are_refused(plugin):
     accelerator = plugin.accelerator(cpu=True)
     with pytest.raises(OffloadConfigError, match="already offloads"):

@@ -122,14 +122,6 @@ def test_bench_refuses_before_it_runs_anything(recipe, monkeypatch, arguments, p
     assert part in said(result)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux allocators")
-def test_a_missing_tcmalloc_says_what_to_install(recipe, monkeypatch):
-    monkeypatch.setattr("hf_offload.allocator.find_tcmalloc", lambda: None)
-    result = command("bench", "steps", recipe, "--allocator", "tcmalloc")
-    assert result.exit_code == 2
-    assert "libtcmalloc-minimal4" in said(result)
-
-
 def test_a_preset_is_a_shipped_recipe_of_that_name_and_all_mistakes_come_at_once(recipe):
     assert measured_recipe("gpt2-small") == ("bench/gpt2-small", ())
     assert measured_recipe("gpt/demo") == ("gpt/demo", ())

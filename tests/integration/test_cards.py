@@ -215,16 +215,6 @@ def test_a_card_says_what_its_figures_are(record, change, said, unsaid):
     assert unsaid not in text
 
 
-def test_where_nobody_counted_what_is_in_use_there_is_no_column_for_it(record, tmp_path):
-    values = json.loads(COMPARISON.read_text(encoding="utf-8"))
-    for row in values["rows"]:
-        row["in_use_bytes"] = None  # on CUDA the peak is what is in use
-    (tmp_path / "table.json").write_text(json.dumps(values), encoding="utf-8")
-    command("card", record, "--output", tmp_path / "card", *FACTS, "--comparison", tmp_path / "table.json")
-    text = (tmp_path / "card" / "README.md").read_text(encoding="utf-8")
-    assert "| way | peak | ratio to baseline | step | ratio to baseline | spread | losses and weights |" in text
-
-
 def test_a_folder_is_no_base_model(record, tmp_path):
     """Only names that the Hub has stand in the metadata."""
     for name, given, expected in (

@@ -310,12 +310,6 @@ def test_an_error_of_the_package_ends_a_launched_script_with_its_message(place):
     assert "Traceback" in done.stderr
 
 
-def test_help(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["hf_offload.run", "--help"])
-    main()
-    assert "python -m hf_offload.run train.py" in capsys.readouterr().out
-
-
 def test_importing_torch_looks_at_a_variable_and_loads_nothing(place):
     code = "import torch, sys; print(sorted(name for name in sys.modules if name.startswith('hf_offload')))"
     loaded = "['hf_offload', 'hf_offload.autoload', 'hf_offload.errors']\n"

@@ -177,15 +177,6 @@ def test_the_picture_of_a_plan_shows_the_peak_that_it_names(tmp_path, monkeypatc
     assert len(channels.collections) == 5
 
 
-def test_without_a_plan_there_is_nothing_to_draw(tmp_path):
-    result = command(
-        "plan", "gpt2-small", *SMALL, *CARD, "--memory-budget", "1MiB", "--plot", str(tmp_path / "plan.png")
-    )
-    assert result.exit_code == 2
-    assert "There is no plan to draw" in result.stderr
-    assert not list(tmp_path.iterdir())
-
-
 LLAMA = [
     "llama-1b", "model.config.num_hidden_layers=2", "model.config.hidden_size=256", "model.config.num_attention_heads=4",
     "model.config.num_key_value_heads=2", "model.config.intermediate_size=1024", "model.config.head_dim=64",

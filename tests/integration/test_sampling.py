@@ -265,15 +265,6 @@ def test_one_argument_of_the_trainer_is_enough(value, tmp_path, caplog):
     assert not any(isinstance(module, SampledLinear) for module in model.modules())  # given back
 
 
-def test_checkpointing_and_sampling_together_are_told(caplog):
-    model = tiny_model("llama")
-    switch_on_checkpointing(model)
-    session = attach(model, OffloadConfig(tier="none", sampled_linear=0.25))
-    assert "sampling its linear layers saves no memory" in caplog.text
-    assert session.sampled
-    session.detach()
-
-
 def test_layers_that_were_sampled_before_stay_so():
     model = tiny_model("llama")
     before = convert_linears(model, SampledLinearConfig(ratio=0.25, targets="q_proj")).changes
