@@ -183,9 +183,7 @@ def test_adapters(targets, no_logits):
 
 
 def trained(tmp_path, **options):
-    trainer = make_trainer(
-        tmp_path, model_of("llama"), data=data, **{"logging_steps": 1, "learning_rate": 1e-2, **options}
-    )
+    trainer = make_trainer(tmp_path, model_of("llama"), **{"logging_steps": 1, "learning_rate": 1e-2, **options})
     trainer.train()
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
