@@ -190,8 +190,8 @@ def test_memory_modes_train_the_head_of_a_classifier(mode):
         recipe("classes", memory={"mode": mode} | ({} if mode == "badam" else {"rank": 2}), training={"max_steps": 40})
     )
     assert result.metrics["eval_accuracy"] == result.metrics["eval_matthews"] == 1.0
-    assert transformers.AutoConfig.from_pretrained("out").id2label == {0: "0", 1: "1"}
     if mode == "badam":
+        assert transformers.AutoConfig.from_pretrained("out").id2label == {0: "0", 1: "1"}
         return
     import peft
     from safetensors.torch import load_file
