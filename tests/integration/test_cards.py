@@ -3,13 +3,9 @@
 import contextlib
 import dataclasses
 import json
-import os
-import random
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -364,40 +360,3 @@ def assert_whole(path):
     assert "hf_offload" in card.data.tags
     for picture in re.findall(r"!\[.*?\]\((.*?)\)", card.content):
         assert (path.parent / picture).is_file()
-
-
-@pytest.mark.full
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("model", "smaller"),
-    [
-        ("gpt", ["model.config.n_layer=1", "data.tokenizer.train_bpe=300", "model.config.vocab_size=300"]),
-        ("llama", ["model.config.num_hidden_layers=1", "data.max_bytes=1MiB"]),
-    ],
-)
-def test_the_script_that_makes_the_cards_makes_each(tmp_path, model, smaller):
-    """With small models and data made up; MiniLM's weights are not here."""
-    for name in ("model_cards/make.sh", "examples/abstract_pairs.py"):
-        (tmp_path / name).parent.mkdir()
-        shutil.copy(ROOT / name, tmp_path / name)
-    data = tmp_path / "texts"
-    (data / "tinyshakespeare").mkdir(parents=True)
-    words = ["to", "be", "or", "not", "that", "is", "the", "question", "whether", "nobler"]
-    drawn = random.Random(0)
-    sentences = [" ".join(drawn.choices(words, k=12)) + "." for _ in range(3000)]
-    (data / "tinyshakespeare" / "input.txt").write_text("\n".join(sentences))
-    (data / "tatoeba_en_de").mkdir()
-    for split in ("train", "validation"):
-        rows = [json.dumps({"en": one, "de": one.upper()}) for one in sentences[: 300 if split == "train" else 8]]
-        (data / "tatoeba_en_de" / f"{split}.jsonl").write_text("\n".join(rows))
-    few = ["training.max_steps=2", "training.per_device_train_batch_size=2", *smaller]
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    made = subprocess.run(
-        ["sh", tmp_path / "model_cards" / "make.sh", data, model, *few],
-        cwd=tmp_path, env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stderr[-3000:]
-    (card,) = (tmp_path / "model_cards").glob("*/*/README.md")
-    assert_whole(card)
-    assert "`tier: auto`" in card.read_text()
-    assert (card.parent / "comparison.json").is_file()
