@@ -291,7 +291,7 @@ def test_a_folder_in_a_files_place_is_an_error(record, tmp_path):
     assert [path.name for path in (tmp_path / "card").iterdir()] == ["loss.png"]
 
 
-JUNK = (None, "x", -1, [], {"x": 1}, "9" * 5000)
+JUNK = (None, "x", -1, 1.5, [], ["x"], {}, {"x": 1}, True, "9" * 5000)
 
 
 def test_of_a_damaged_record_there_is_a_card_or_an_error(record, tmp_path):

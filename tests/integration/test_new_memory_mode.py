@@ -90,7 +90,6 @@ def test_errors_name_it():
             OffloadTrainingArguments("unused", memory_mode=name, memory_mode_kwargs=given)
 
 
-@pytest.mark.usefixtures("few_budgets")
 def test_it_is_planned():
     model = ["gpt2-small", *SMALL_GPT2, "--gpu", "rtx4090", "--sequence", "128"]
     alone = json.loads(invoke("plan", *model, "--memory-mode", "momentum", "--json"))

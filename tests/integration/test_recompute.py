@@ -113,8 +113,6 @@ def auto(tmp_path, make=Model, **settings):
 
 
 NONE = OffloadConfig(tier="none")
-# Weights and state stay, and no steps are taken to measure the recompute of elementwise operations.
-ACTIVATIONS_ALONE = {"tier": "auto", "params": "none", "optimizer": "none", "recompute_elementwise": "off"}
 
 
 # -- which blocks -------------------------------------------------------------------------------------------------------
@@ -133,7 +131,9 @@ def test_blocks_of_transformers_are_recomputed_exactly(name, tmp_path):
 
     fixed, activations = live_bytes_of_steps(build(name, 0.1, layers=4), batch())
     budget = int(fixed + 0.7 * activations)
-    config = OffloadConfig(memory_budget=budget, directory=tmp_path, min_bytes=4096, **ACTIVATIONS_ALONE)
+    config = OffloadConfig(
+        tier="auto", memory_budget=budget, directory=tmp_path, min_bytes=4096, recompute_elementwise="off"
+    )
     found = train(config)
     assert found[2]
     assert same(found[:2], train(NONE)[:2])
@@ -364,7 +364,7 @@ def budget_of(model, share):
 
 
 def llama_auto(tmp_path, model, share=0.6):
-    return OffloadConfig(memory_budget=budget_of(model, share), directory=tmp_path, min_bytes=1024, **ACTIVATIONS_ALONE)
+    return OffloadConfig(tier="auto", memory_budget=budget_of(model, share), directory=tmp_path, min_bytes=1024)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft still uses the older name
