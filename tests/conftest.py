@@ -31,7 +31,8 @@ import pytest
 import torch
 import transformers  # noqa: F401  its log handler keeps the stderr of its import, which must outlive a single test
 
-from hf_offload.plan.hardware import Hardware, Measurement
+from tests.helpers.machines import machine
+from tests.helpers.tiny_recipe import write_tiny_recipe
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -67,35 +68,21 @@ def pytest_sessionfinish() -> None:
     end(snapshot_processes("XDG_CACHE_HOME", _CACHE.name))
 
 
-TINY_RECIPE = """
-model:
-  architecture: gpt2
-  config: {n_layer: 2, n_embd: 64, n_head: 2, n_positions: 64, attn_pdrop: 0.1}
-data:
-  files: [text.txt]
-  tokenizer: {train_bpe: 300}
-  sequence_length: 32
-training:
-  output_dir: out
-  seed: 7
-  max_steps: 4
-  per_device_train_batch_size: 2
-  learning_rate: 1e-3
-  save_strategy: no
-  disable_tqdm: true
-"""
-
-
 @pytest.fixture
 def tiny_recipe(tmp_path, monkeypatch):
     """A recipe that trains in a second, in an empty current directory; everything it writes stays there."""
     monkeypatch.chdir(tmp_path)
-    words = ["offload", "saved", "tensor", "gradient", "exact", "disk", "memory", "step", "block", "layer"]
-    text = "\n".join(" ".join(words[(i * j) % 10] for j in range(1, 12)) for i in range(200))
-    (tmp_path / "text.txt").write_text(text)
-    (tmp_path / "tier").mkdir()
+    return write_tiny_recipe(tmp_path)
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """One that the benchmark trains on random tokens, in an empty current directory."""
+    from tests.helpers.bench_recipes import RANDOM_RECIPE
+
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "tiny.yaml"
-    path.write_text(TINY_RECIPE)
+    path.write_text(RANDOM_RECIPE)
     return path
 
 
@@ -110,10 +97,7 @@ def machine_with_drive(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Non
     """Takes the machine for one whose drive moves so many bytes a second, however busy it is, and spares its measurement."""
 
     def take(bytes_per_s: float) -> None:
-        given = {name: Measurement(1e11, "given") for name in ("float32", "bfloat16", "float16")}
-        rate = {"ssd": Measurement(bytes_per_s, "given")}
-        memory, copies = Measurement(4e9, "given"), Measurement(1e10, "given")
-        hardware = Hardware("a test", "cpu", memory, given, copies, rate, rate, {"ssd": Measurement(1e10, "given")})
+        hardware = machine(bytes_per_s)
         monkeypatch.setattr(
             "hf_offload.planning.ranks.measure_hardware", lambda directories, device, **options: hardware
         )

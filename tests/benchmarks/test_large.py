@@ -3,19 +3,18 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
 from benchmarks.large.forecast import forecast
 from benchmarks.large.memory import KINDS
-from benchmarks.large.shape import Shape, text_tokens
+from benchmarks.large.shape import Shape
+from tests.helpers.command_line import benchmark
 
 SMALL = "--layers 6 --width 128 --vocabulary 512 --tokens 32 --steps 2 --budget 1MiB"
 ROOFLINE = {"compute_s": 60.0, "both_bytes_per_s": 2e9, "write_bytes_per_s": 1e9, "read_bytes_per_s": 2e9}
 
 
 def _run(arguments: str, *more: str):
-    return CliRunner().invoke(app, ["large", *arguments.split(), *more])
+    return benchmark("large", *arguments.split(), *more)
 
 
 def test_a_small_model_is_trained_with_table_picture_and_figures(tmp_path):
@@ -81,10 +80,3 @@ def test_what_cannot_be_is_refused_before_the_model_is_made(tmp_path, arguments,
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
     assert not (tmp_path / "results").exists()
-
-
-def test_tokens_are_bytes_of_text_in_one_row_after_the_other():
-    rows = text_tokens(100)
-    first, second = next(rows), next(rows)
-    assert first.shape == (1, 100)
-    assert bytes(first[0].tolist() + second[0].tolist()).decode().startswith('"""')

@@ -3,9 +3,7 @@
 import itertools
 import json
 
-from typer.testing import CliRunner
-
-from benchmarks.__main__ import app
+from tests.helpers.command_line import benchmark, said
 
 LLAMA = [
     "llama-1b", "model.config.num_hidden_layers=2", "model.config.hidden_size=256", "model.config.num_attention_heads=4",
@@ -13,13 +11,9 @@ LLAMA = [
 ]  # fmt: skip
 
 
-def run(*arguments):
-    return CliRunner(env={"COLUMNS": "160"}).invoke(app, list(arguments))
-
-
 def test_every_lever_reaches_at_least_as_far(monkeypatch):
     monkeypatch.setattr("benchmarks.lengths.PIECES", (8, 2))
-    result = run("lengths", *LLAMA, "--gpus", "rtx4090,h200", "--ram", "1TB", "--ssd", "5GB/s", "--json")
+    result = benchmark("lengths", *LLAMA, "--gpus", "rtx4090,h200", "--ram", "1TB", "--ssd", "5GB/s", "--json")
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     for card in found["levers"][0]["tokens"]:
@@ -28,15 +22,15 @@ def test_every_lever_reaches_at_least_as_far(monkeypatch):
         # Offloaded inputs wait in windows of their own, which cost a short row a little.
         assert all(later > 0.95 * earlier for earlier, later in itertools.pairwise(reach))
         assert reach[-1] > 3 * reach[0]
-    assert "in addition" in run("lengths", *LLAMA, "--gpus", "l4", "--ssd", "5GB/s").stdout
+    assert "in addition" in benchmark("lengths", *LLAMA, "--gpus", "l4", "--ssd", "5GB/s").stdout
 
 
 def test_lengths_are_refused_for_a_model_with_few_positions():
-    assert "1024 positions" in " ".join(run("lengths", "gpt2-small").stderr.split())
+    assert "1024 positions" in said(benchmark("lengths", "gpt2-small"))
 
 
 def test_orders_and_what_none_can_beat():
-    result = run("orders", *LLAMA, "--gpu", "rtx4090", "--sequence", "1024", "--json")
+    result = benchmark("orders", *LLAMA, "--gpu", "rtx4090", "--sequence", "1024", "--json")
     assert result.exit_code == 0, result.stderr
     orders = {row["order"]: row for row in json.loads(result.stdout)["orders"]}
     assert all(row["bound_bytes"] <= row["peak_bytes"] for row in orders.values())
@@ -44,4 +38,6 @@ def test_orders_and_what_none_can_beat():
     for name in ("update in backward", "tiled loss", "tiled loss and MLP"):
         assert every <= orders[name]["peak_bytes"] <= default
     assert orders["tiled loss"]["peak_bytes"] < default
-    assert "no order beats" in " ".join(run("orders", *LLAMA, "--gpu", "rtx4090", "--sequence", "1024").stdout.split())
+    assert "no order beats" in " ".join(
+        benchmark("orders", *LLAMA, "--gpu", "rtx4090", "--sequence", "1024").stdout.split()
+    )

@@ -5,30 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
 from benchmarks.limits import largest_that_fits
 from hf_offload.bench.cell import CRASHED, DONE, OUT_OF_MEMORY, CellResult
-from tests.helpers.bench_recipes import RANDOM_RECIPE, TINY_MODEL
+from tests.helpers.bench_recipes import TINY_MODEL
+from tests.helpers.command_line import benchmark, said
 
 CRASH = CellResult(CRASHED, "RuntimeError: no such luck")
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["limits", *map(str, arguments)])
-
-
-def said(result):
-    return " ".join(result.stderr.split())
-
-
-@pytest.fixture
-def recipe(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "tiny.yaml"
-    path.write_text(RANDOM_RECIPE)
-    return path
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 127, 128, 255, 256, 1000, 1024, 5000, 70_000, 131_072, 10**9])
@@ -72,7 +55,7 @@ def test_limits_searches_with_probes(recipe, monkeypatch, vary, start, capacity,
 
     monkeypatch.setattr("benchmarks.limits.run_cell", fake)
     arguments = [recipe, "--vary", vary, f"--{vary}", start, "--memory-limit", "24GiB", "--most", 4096, "--output", "l"]
-    result = run(*arguments)
+    result = benchmark("limits", *arguments)
     assert result.exit_code == 0, result.stdout + result.stderr
     rows = {row["strategy"]: row for row in json.loads(Path("l/limits.json").read_text())["rows"]}
     assert capacity * 7 / 8 - 1 <= rows["baseline"]["fits"] <= capacity < rows["baseline"]["fails"]
@@ -82,7 +65,7 @@ def test_limits_searches_with_probes(recipe, monkeypatch, vary, start, capacity,
     assert rows["ours:ram"]["fits"] > rows["baseline"]["fits"]
     assert len(set(probes)) == len(probes)
     assert "no such luck" in Path("l/limits.md").read_text()
-    assert json.loads(run(*arguments, "--json").stdout) == json.loads(Path("l/limits.json").read_text())
+    assert json.loads(benchmark("limits", *arguments, "--json").stdout) == json.loads(Path("l/limits.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -94,7 +77,7 @@ def test_limits_searches_with_probes(recipe, monkeypatch, vary, start, capacity,
     ],
 )
 def test_limits_refuses_what_makes_no_sense(recipe, arguments, part):
-    result = run(recipe, *arguments, "--dry-run")
+    result = benchmark("limits", recipe, *arguments, "--dry-run")
     assert result.exit_code == 2
     assert part in said(result)
 
@@ -102,6 +85,6 @@ def test_limits_refuses_what_makes_no_sense(recipe, arguments, part):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_memory_limit_needs_cuda(recipe, monkeypatch):
     monkeypatch.setattr("benchmarks.limits.run_cell", lambda *_: pytest.fail("a probe ran"))
-    result = run(recipe, "--memory-limit", "24GiB")
+    result = benchmark("limits", recipe, "--memory-limit", "24GiB")
     assert result.exit_code == 2
     assert "needs a CUDA device, and this machine has none" in said(result)

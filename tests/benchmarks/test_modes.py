@@ -4,36 +4,18 @@ import json
 import math
 import random
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from matplotlib.colors import to_rgb
-from matplotlib.image import imread
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
-from benchmarks.curve_plots import COLOURS, line_look, plot_curves
 from benchmarks.modes import search as bench
-from benchmarks.modes.costs import Stepper, Times, step_times
-from benchmarks.modes.runs import (
-    LENGTH,
-    VALIDATION_BLOCKS,
-    Run,
-    build_model,
-    build_trainer,
-    load_text,
-    state_bytes,
-    validation_loss,
-)
+from benchmarks.modes.costs import Times, step_times
+from benchmarks.modes.runs import Run, build_model, load_text, validation_loss
 from benchmarks.modes.search import MODES, Findings, Setup, bench_modes, best_rate
 from benchmarks.modes.table import mode_rows, texts
 from hf_offload.errors import OffloadConfigError, OffloadError
-from hf_offload.methods.blockwise.schedule import peak_bytes as blockwise_bytes
-from hf_offload.methods.param_groups import param_groups
-from hf_offload.methods.projected.sizes import adamw_bytes
-from hf_offload.methods.projected.sizes import state_bytes as projected_bytes
 from hf_offload.settings.memory_modes import memory_mode
+from tests.helpers.command_line import benchmark
 
 TINY = Setup(layers=2, hidden=32, warm_start_steps=6, search_steps=3, steps=5, rates=(1e-9, 1e-2))
 OPTIONS = {
@@ -57,7 +39,7 @@ def call(data, folder, *options, **changed):
     given = OPTIONS | {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
     words = [str(word) for pair in given.items() for word in pair]
     arguments = ["modes", "--data-dir", str(data), "--output", str(folder), *words, *options]
-    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    return benchmark(*arguments)
 
 
 def run_of(mode, rate, loss, seed=0):
@@ -106,34 +88,7 @@ def test_runs_are_made_once_and_shown(data, tmp_path, monkeypatch):
     table = (tmp_path / "modes.md").read_text()
     assert "| galore | update_proj_gap=100, rank=8 | a quarter of the hidden size" in table
     assert f"| galore | 0.01* | {galore['mean']:.4f} |" in table
-    shows(tmp_path / "modes.png", 2)
-
-
-def shows(picture, lines):
-    """Whether the picture has so many lines, left of the legend."""
-    pixels = imread(picture)[..., :3]
-    plot = pixels[:, : int(0.75 * pixels.shape[1])]
-    for colour in COLOURS[1:lines]:  # the first is black, as text is
-        assert (np.abs(plot - np.array(to_rgb(colour))).max(-1) < 0.01).sum() > 200, colour
-
-
-def test_every_line_is_in_the_picture_and_none_under_the_legend(tmp_path):
-    curves = {f"mode {number}": [[[0, 3.0], [100, 3 - 0.1 * number]]] * 2 for number in range(len(COLOURS))}
-    plot_curves(curves, "title", "loss", tmp_path / "new" / "plot.png")
-    shows(tmp_path / "new" / "plot.png", len(COLOURS))
-    plot_curves({"one": curves["mode 1"], "other": curves["mode 1"]}, "same", "loss", tmp_path / "same.png")
-    colours = imread(tmp_path / "same.png")[..., :3]
-    for colour in COLOURS[:2]:  # the second lies on the first and hides it in part
-        assert (np.abs(colours[100:-100, 150:1000] - np.array(to_rgb(colour))).max(-1) < 0.01).sum() > 200
-    pixels = imread(tmp_path / "new" / "plot.png")[..., :3]
-    height, width, _ = pixels.shape
-    assert (
-        pixels[height // 2 : -height // 8, int(0.85 * width) :] == 1
-    ).all()  # the plot ends before the legend's column
-
-
-def test_every_mode_has_a_line_of_its_own_look():
-    assert len({line_look(number) for number in range(16)}) == 16 >= len(MODES)
+    assert (tmp_path / "modes.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_was_interrupted_is_shown_and_goes_on(data, tmp_path):
@@ -159,17 +114,6 @@ def test_what_was_interrupted_is_shown_and_goes_on(data, tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_nothing_is_shown_where_nothing_is_done(data, tmp_path, monkeypatch):
-    def stop(*_args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bench, "train", stop)
-    result = call(data, tmp_path)
-    assert result.exit_code == 130
-    assert not (tmp_path / "modes.png").exists()
-    assert not (tmp_path / "warm_start.json").exists()
-
-
 def test_an_answer_to_another_question_is_refused(data, tmp_path):
     one = (data, ["none"], [0], tmp_path)
     bench_modes(*one, TINY)
@@ -190,12 +134,9 @@ def test_an_answer_to_another_question_is_refused(data, tmp_path):
         ({"modes": "none,galor"}, (), ["mode='galor' is unknown", "Did you mean 'galore'?"]),
         ({"modes": ","}, (), ["there is nothing to run"]),
         ({"rates": "fast"}, (), ["--rates 'fast'"]),
-        ({"rates": ","}, (), ["rates=[] is not a grid"]),
         ({"rates": "0.1,0.1"}, (), ["rates=[0.1, 0.1] is not a grid"]),
-        ({"rates": "0.1,0"}, (), ["rates=[0.1, 0.0] is not a grid"]),
         ({"rates": "nan"}, (), ["is not a grid"]),
         ({"seeds": "one"}, (), ["--seeds 'one'"]),
-        ({"seeds": "0,100"}, (), ["neither 100 nor 101"]),
         ({"seeds": "0,0"}, (), ["give each once"]),
         ({"hidden": 100}, (), ["hidden=100", "multiple of 64"]),
         ({"modes": "galore"}, ("--times",), ["add 'none'"]),
@@ -211,30 +152,7 @@ def test_wrong_questions(data, tmp_path, changed, options, parts):
     assert not (tmp_path / "out").exists()
 
 
-def test_without_the_text_it_is_said_what_should_be_there(tmp_path):
-    result = call(tmp_path, tmp_path / "out")
-    assert result.exit_code == 2
-    assert "tinyshakespeare/input.txt is not there: --data-dir is a folder" in " ".join(result.output.split())
-    (tmp_path / "tinyshakespeare").mkdir()
-    (tmp_path / "tinyshakespeare" / "input.txt").write_text("too short " * 60)
-    with pytest.raises(OffloadConfigError, match="has 600 bytes, too few"):
-        load_text(tmp_path)
-
-
 # ------------------------------------------------------------------------------------------------------- text and costs
-
-
-def test_the_validation_blocks_are_of_the_end_and_lie_apart(tmp_path):
-    (tmp_path / "tinyshakespeare").mkdir()
-    blocks = 2000
-    content = b"".join(number.to_bytes(2, "little") * (LENGTH // 2) for number in range(blocks))
-    (tmp_path / "tinyshakespeare" / "input.txt").write_bytes(content)
-    text = load_text(tmp_path)
-    assert text.train.shape == (1800, LENGTH)
-    assert text.validation.shape == (VALIDATION_BLOCKS, LENGTH)
-    numbers = (text.validation[:, 0] + 256 * text.validation[:, 1]).tolist()
-    assert numbers == list(range(1800, 1800 + 3 * VALIDATION_BLOCKS, 3))
-    assert text[7]["input_ids"].tolist() == text[7]["labels"].tolist() == [7, 0] * (LENGTH // 2)
 
 
 def test_the_validation_loss_is_a_mean_over_bytes(data):
@@ -247,13 +165,6 @@ def test_the_validation_loss_is_a_mean_over_bytes(data):
     assert model.training
 
 
-def test_the_default_model_has_ten_million_weights():
-    setup = Setup()
-    with torch.device("meta"):
-        model = build_model(setup.layers, setup.hidden)
-    assert sum(weight.numel() for weight in model.parameters()) == pytest.approx(10e6, rel=0.02)
-
-
 def test_the_settings_fit_the_model_and_say_why():
     for name, mode in MODES.items():
         memory_mode(mode.of or name, mode.settings_for(320, 0))
@@ -262,52 +173,6 @@ def test_the_settings_fit_the_model_and_say_why():
         assert bench.PERIOD % gap == 0, name
     assert [MODES[name].settings_for(320, 0)["rank"] for name in ("galore", "apollo", "lora")] == [80, 80, 16]
     assert MODES["frugal"].settings_for(320, 7)["seed"] == 7
-
-
-def stepper(data, mode, folder):
-    text = load_text(data)
-    settings = MODES[mode].settings_for(32, 0)
-    named = MODES[mode].of or mode
-    return Stepper(build_trainer(build_model(3, 32), text, named, settings, 1e-3, 0, 1, folder), text)
-
-
-@pytest.mark.parametrize("mode", ["none", "galore", "apollo", "frugal", "frugal_svd", "lisa", "badam"])
-def test_counted_state_is_the_closed_form(data, tmp_path, mode):
-    one = stepper(data, mode, tmp_path)
-    for _ in range(2):
-        one.step()
-    counted = state_bytes(one.optimizer)
-    shapes = {name: tuple(weight.shape) for name, weight in one.model.named_parameters()}
-    chosen = memory_mode(MODES[mode].of or mode, MODES[mode].settings_for(32, 0))
-    if mode == "none":
-        assert counted == adamw_bytes(shapes.values())
-    elif mode in ("lisa", "badam"):
-        most = blockwise_bytes(one.model, chosen)
-        assert 0 < counted <= most.state
-        assert mode == "badam" or counted == most.state  # its units differ in size
-    else:
-        groups = param_groups(one.model)
-        of = {
-            kind: [shapes[name] for group in groups if group["projected"] == kind for name, _ in group["params"]]
-            for kind in (True, False)
-        }
-        most = projected_bytes(of[True], of[False], chosen)
-        assert counted == most or (mode == "frugal" and 0.5 * most < counted <= most)  # its sets differ in size
-
-
-def test_a_step_leaves_no_gradient_and_moves_weights(data, tmp_path):
-    one = stepper(data, "none", tmp_path)
-    before = [weight.clone() for weight in one.model.parameters()]
-    one.step()
-    assert all(weight.grad is None for weight in one.model.parameters())
-    assert not any(torch.equal(weight, old) for weight, old in zip(one.model.parameters(), before, strict=True))
-
-
-def test_the_peak_holds_what_a_step_needs(data, tmp_path):
-    peaks = {mode: stepper(data, mode, tmp_path).peak_bytes() for mode in ("none", "lora")}
-    weights = sum(weight.nbytes for weight in build_model(3, 32).parameters())
-    assert peaks["none"] > 4 * weights  # weights, gradients, two moments
-    assert peaks["lora"] < peaks["none"] - 2 * weights
 
 
 class Recorded:

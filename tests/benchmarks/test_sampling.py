@@ -3,21 +3,16 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks import sampling
-from benchmarks.__main__ import app
 from benchmarks.sampling import BASELINE, FAIR
-
-
-def call(*arguments):
-    return CliRunner().invoke(app, ["sampling", *map(str, arguments)], env={"COLUMNS": "160"})
+from tests.helpers.command_line import benchmark
 
 
 def test_ways_of_one_shape(tmp_path, monkeypatch, short_search):
     chosen = (BASELINE, FAIR, "lora, sampled 0.3, elementwise")
     monkeypatch.setattr(sampling, "WAYS", {way: sampling.WAYS[way] for way in chosen})
-    result = call("t5-base", "--output", tmp_path)
+    result = benchmark("sampling", "t5-base", "--output", tmp_path)
     assert result.exit_code == 0, result.output
     for part in ("t5-base, batch 128 x 128 tokens", "lora, sampled 0.3, elementwise", "eager : it"):
         assert part in result.output
@@ -33,20 +28,13 @@ def test_ways_of_one_shape(tmp_path, monkeypatch, short_search):
 def test_classification_has_one_label_a_row(tmp_path, monkeypatch):
     monkeypatch.setattr(sampling, "WAYS", {way: sampling.WAYS[way] for way in (BASELINE, FAIR)})
     monkeypatch.setitem(sampling.SHAPES, "bert-base", {"batch": 2, "task": "sequence-classification"})
-    result = call("bert-base", "--json", "--output", tmp_path)
+    result = benchmark("sampling", "bert-base", "--json", "--output", tmp_path)
     assert result.exit_code == 0, result.output
     assert [row["shape"] for row in json.loads(result.stdout)] == ["bert-base"] * 2
 
 
 @pytest.mark.parametrize(("arguments", "part"), [(("t5-bas",), "t5-base"), (("t5-base", "--gpu", "a1000"), "a1000")])
 def test_wrong_questions(arguments, part, tmp_path):
-    result = call(*arguments, "--output", tmp_path)
+    result = benchmark("sampling", *arguments, "--output", tmp_path)
     assert result.exit_code == 2
     assert part in result.output
-
-
-@pytest.mark.parametrize("name", ["sampling", "loss"])
-def test_no_shape_at_all_is_refused(name, tmp_path):
-    result = CliRunner().invoke(app, [name, "", *(["--output", str(tmp_path)] if name == "sampling" else [])])
-    assert result.exit_code == 2
-    assert "shape=''" in result.output

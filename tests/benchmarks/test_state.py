@@ -5,18 +5,17 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
 from benchmarks.kernel import memory_group
 from benchmarks.state.peers import LIMITED
+from tests.helpers.command_line import benchmark
 
 SMALL = "--layers 1 --width 64 --vocabulary 2048 --tokens 32 --steps 3 --rounds 1"
 
 
 @pytest.mark.usefixtures("loaded_cells")
 def test_each_way_is_measured_and_state_on_a_drive_has_the_same_bits(tmp_path):
-    result = CliRunner().invoke(app, ["state", *SMALL.split(), "--directory", str(tmp_path), "--json"])
+    result = benchmark("state", *SMALL.split(), "--directory", str(tmp_path), "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     memory, ssd, in_backward = found["rows"]
@@ -28,14 +27,8 @@ def test_each_way_is_measured_and_state_on_a_drive_has_the_same_bits(tmp_path):
     assert in_backward["moved_by_account"]["optimizer state"] > 0
 
 
-def test_a_comparison_needs_the_run_in_memory():
-    result = CliRunner().invoke(app, ["state", "--ways", "ssd"])
-    assert result.exit_code == 2
-    assert "memory must be among them" in result.output
-
-
 def _rows(directory: Path, ways: str) -> dict[str, dict]:
-    result = CliRunner().invoke(app, ["state", *SMALL.split(), "--directory", str(directory), "--json", "--ways", ways])
+    result = benchmark("state", *SMALL.split(), "--directory", str(directory), "--json", "--ways", ways)
     assert result.exit_code == 0, result.output
     assert list(directory.iterdir()) == []
     return {row["way"]: row for row in json.loads(result.stdout)["rows"]}
@@ -77,18 +70,15 @@ def _refusal_of_groups() -> str | None:
     return None
 
 
-def test_a_peer_that_takes_too_long_is_a_row(tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.state.runs.PEER_TIMEOUT_S", 1e-3)
-    assert "TimeoutExpired" in _rows(tmp_path, "memory,mapped")["mapped"]["error"]
-
-
-def test_a_limit_needs_the_way_whose_memory_it_is():
-    result = CliRunner().invoke(app, ["state", "--ways", "memory,swap"])
+@pytest.mark.parametrize(
+    ("ways", "message"),
+    [
+        ("ssd", "memory must be among them"),
+        ("memory,swap", "ssd must be among them"),
+        ("memory,deepspeed", "deepspeed-2-cpu"),
+    ],
+)
+def test_ways_that_cannot_be_compared_are_refused(ways, message):
+    result = benchmark("state", "--ways", ways)
     assert result.exit_code == 2
-    assert "ssd must be among them" in " ".join(result.output.split())
-
-
-def test_an_unknown_way_is_refused_with_all_names():
-    result = CliRunner().invoke(app, ["state", "--ways", "memory,deepspeed"])
-    assert result.exit_code == 2
-    assert "deepspeed-2-cpu" in " ".join(result.output.split())
+    assert message in " ".join(result.output.split())

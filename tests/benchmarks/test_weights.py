@@ -3,16 +3,15 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
+from tests.helpers.command_line import benchmark
 
 pytestmark = pytest.mark.usefixtures("loaded_cells")
 SMALL = "--layers 6 --width 256 --vocabulary 512 --batch 1 --sequence 32 --steps 2 --rounds 1"
 
 
 def _run(*arguments: str):
-    return CliRunner().invoke(app, ["weights", *SMALL.split(), *arguments])
+    return benchmark("weights", *SMALL.split(), *arguments)
 
 
 def test_weights_on_a_drive_have_the_same_bits_and_frozen_ones_are_not_written(tmp_path):

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 import transformers
-from hf_offload.memory_modes.protocol import OptimizerBytes
 
 from hf_offload import OffloadConfig, attach
 from hf_offload.forecast.counting import count_footprint
 from hf_offload.forecast.fake import fake_mode
+from hf_offload.methods.protocol import OptimizerBytes
 from hf_offload.plan.holding import GRADIENTS, STATE, WEIGHTS, Held, hold, least_weights
 from hf_offload.planning.unit_weights import unit_weights
 from hf_offload.state.optimizer import streaming_of

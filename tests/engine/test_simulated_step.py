@@ -5,10 +5,10 @@ import itertools
 import random
 
 import pytest
-from hf_offload.memory_modes.protocol import OptimizerBytes
 
 from hf_offload.forecast.counting import count_footprint
 from hf_offload.forecast.fake import fake_mode
+from hf_offload.methods.protocol import OptimizerBytes
 from hf_offload.plan import rules
 from hf_offload.plan.footprint import Footprint, Saved, Segment
 from hf_offload.plan.plan import Keeping, Placement, Plan

@@ -159,6 +159,12 @@ class ExampleDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return {key: column[index] for key, column in self._columns.items()}
 
 
+def switch_on_checkpointing(model: nn.Module, *options: Any) -> None:
+    """Under the name that transformers has for it: the older one brings a warning."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    next(getattr(model, name) for name in names if hasattr(model, name))(*options)
+
+
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """A copy of every gradient by the parameter's name."""
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import itertools
 import logging
 import os
 import pickle
@@ -13,24 +12,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
-from hf_offload import (
-    OffloadCallback,
-    OffloadConfig,
-    OffloadConfigError,
-    OffloadPlugin,
-    OffloadTrainingArguments,
-    attach,
-)
+from hf_offload import OffloadConfig, OffloadConfigError, OffloadPlugin, OffloadTrainingArguments, attach
 from hf_offload.integrations.accelerate import attached_accelerators
 from hf_offload.run import switch_on
 from hf_offload.session import attached_session
-from tests.helpers.tables import rows
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 from tests.helpers.train import same
+from tests.helpers.trainers import make_trainer
 
 METHODS = dict(vars(Accelerator))
 
@@ -114,17 +105,20 @@ SETTINGS = {
     "compiled": {"dynamo_backend": "eager"},
 }
 STREAMED = {"tier": "none", "optimizer": "ssd"}
-LOOPS = [
-    (name, prepare, offloading)
-    for name, prepare, offloading in itertools.product(SETTINGS, PREPARE, ({}, STREAMED))
-    if not (name == "compiled" and offloading)
-]
 # Every way to prepare without settings, and all settings prepared together.
-QUICK_LOOPS = [row for row in LOOPS if row[0] == "plain" or row[1] is together]
+LOOPS = [
+    *(("plain", prepare, {}) for prepare in PREPARE),
+    ("plain", backwards, STREAMED),
+    ("accumulation", together, {}),
+    ("accumulation", together, STREAMED),
+    ("bf16", together, {}),
+    ("bf16", by_their_own_methods, STREAMED),
+    ("compiled", together, {}),
+]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.compile's own
-@pytest.mark.parametrize(("name", "prepare", "offloading"), rows(LOOPS, quick=QUICK_LOOPS))
+@pytest.mark.parametrize(("name", "prepare", "offloading"), LOOPS)
 def test_a_loop_computes_the_same_bits(name, prepare, offloading, tmp_path):
     settings = SETTINGS[name]
     expected = loop(Accelerator(cpu=True, **settings), prepare)
@@ -140,10 +134,9 @@ def test_a_loop_computes_the_same_bits(name, prepare, offloading, tmp_path):
         assert stats.ended_steps == 4 // settings.get("gradient_accumulation_steps", 1)  # optimizers end steps
 
 
-@pytest.mark.parametrize("offloading", [{}, STREAMED], ids=["activations", "state"])
-def test_a_run_that_is_saved_loaded_and_continued_goes_on_as_if_nothing_had_happened(offloading, tmp_path):
+def test_a_run_that_is_saved_loaded_and_continued_goes_on_as_if_nothing_had_happened(tmp_path):
     expected = loop(Accelerator(cpu=True), together, steps=6, dropout=0.0)
-    settings = {"tier": "ssd", "directory": tmp_path, "min_bytes": 0, **offloading}
+    settings = {"tier": "ssd", "directory": tmp_path, "min_bytes": 0, "optimizer": "ssd"}
     accelerator = OffloadPlugin(**settings).accelerator(cpu=True)
 
     def save(step):
@@ -173,12 +166,6 @@ def test_attaching_after_prepare(plugin):
 
     assert loop(accelerator, prepare)[0] == loop(Accelerator(cpu=True), together)[0]
     assert session_of(accelerator).stats.ended_steps == 4
-
-
-def test_a_budget(tmp_path):
-    accelerator = OffloadPlugin(tier="auto", memory_budget="1GiB", directory=tmp_path).accelerator(cpu=True)
-    assert loop(accelerator, together)[0] == loop(Accelerator(cpu=True), together)[0]
-    assert session_of(accelerator).forecast.measured_peak_bytes
 
 
 def test_an_unwrapped_model_is_the_script_s_own(plugin):
@@ -320,17 +307,6 @@ def test_variables_are_the_defaults_and_the_script_goes_before(monkeypatch, capl
     assert "HF_OFFLOAD_RAM_BUDGET=1GiB is not used: the script sets ram_budget='2GiB'." in caplog.text
 
 
-def test_wrong_settings_are_refused_together():
-    with pytest.raises(OffloadConfigError, match="2 errors") as refused:
-        OffloadPlugin(tier="tape", directroy="/nvme")
-    assert "Did you mean 'directory'" in str(refused.value)
-
-
-def test_nothing_is_done_for_settings_that_ask_for_nothing():
-    accelerator = OffloadPlugin(tier="none").accelerator(cpu=True)
-    assert hooks_on(accelerator.prepare(tiny_model("gpt2"))) == []
-
-
 def test_two_plugins_are_refused(plugin):
     accelerator = plugin.accelerator(cpu=True)
     with pytest.raises(OffloadConfigError, match="already offloads"):
@@ -339,26 +315,11 @@ def test_two_plugins_are_refused(plugin):
 
 
 def test_a_plugin_and_training_arguments_are_refused(plugin, tmp_path):
-    arguments = OffloadTrainingArguments(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        report_to="none",
-        offload="ssd",
-        offload_directory=str(tmp_path),
-        max_steps=1,
-    )
-    trainer = Trainer(tiny_model("gpt2"), arguments, train_dataset=ExampleDataset("gpt2", 4))
+    settings = {"offload": "ssd", "offload_directory": str(tmp_path)}
+    trainer = make_trainer(tmp_path, tiny_model("gpt2"), name="gpt2", **settings)
     plugin.attach(trainer.accelerator)
     with pytest.raises(OffloadConfigError, match=r"by an OffloadPlugin, and the Trainer's OffloadCallback attaches"):
         trainer.train()
-
-
-def test_a_model_that_is_offloaded_already_is_refused(plugin):
-    model = tiny_model("gpt2")
-    session = attach(model, plugin.config)
-    with pytest.raises(OffloadConfigError, match="already attached to this model"):
-        plugin.accelerator(cpu=True).prepare(model)
-    session.detach()
 
 
 @pytest.mark.parametrize(
@@ -379,12 +340,6 @@ def test_offloading_of_fsdp2_is_refused_by_name(plugin, tmp_path):
     with pytest.raises(OffloadConfigError, match=r"^transformer\.h\.0 is in .*activation_checkpointing_offload=False"):
         plugin.accelerator(cpu=True).prepare(model)
     attach(model, OffloadConfig(tier="none", optimizer="ssd", directory=tmp_path, min_bytes=1)).detach()
-
-
-def test_a_budget_for_a_compiled_model_is_refused(tmp_path):
-    accelerator = OffloadPlugin(tier="auto", directory=tmp_path).accelerator(cpu=True, dynamo_backend="eager")
-    with pytest.raises(OffloadConfigError, match=r"with torch\.compile"):
-        accelerator.prepare(tiny_model("gpt2"))
 
 
 def test_evaluation_between_steps_of_a_loop_is_not_planned_for(tmp_path, machine_with_drive, short_search):
@@ -415,13 +370,6 @@ def test_evaluation_between_steps_of_a_loop_is_not_planned_for(tmp_path, machine
     assert during == pytest.approx(without, rel=0.05)
 
 
-def test_the_switch(plugin, monkeypatch):
-    monkeypatch.setenv("HF_OFFLOAD_DISABLE", "1")
-    accelerator = plugin.accelerator(cpu=True)
-    assert loop(accelerator, together)[0] == loop(Accelerator(cpu=True), together)[0]
-    assert hooks_on(accelerator._models[0]) == []
-
-
 # --------------------------------------------------------------------------------- scripts that know nothing of offloading
 
 
@@ -445,19 +393,14 @@ def test_every_accelerator_offloads(switched):
     assert hooks_on(accelerator._models[0]) == []
 
 
-def trained(tmp_path, arguments=TrainingArguments, callbacks=(), **settings):
-    arguments = arguments(
-        output_dir=str(tmp_path / "out"), max_steps=3, use_cpu=True, report_to="none", save_strategy="no", seed=3,
-        per_device_train_batch_size=2, disable_tqdm=True, **settings,
-    )  # fmt: skip
-    data = ExampleDataset("gpt2", 12)
-    trainer = Trainer(tiny_model("gpt2"), arguments, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
+def trained(tmp_path, arguments=TrainingArguments, **settings):
+    trainer = make_trainer(tmp_path / "out", tiny_model("gpt2"), name="gpt2", arguments=arguments, seed=3, **settings)
     trainer.train()
     return weights(trainer.model)
 
 
-@pytest.mark.parametrize("settings", [{}, {"eval_strategy": "steps", "eval_steps": 1}, {"auto_find_batch_size": True}])
-def test_trainers_of_scripts_that_know_nothing(settings, plugin, tmp_path):
+def test_trainers_of_scripts_that_know_nothing(plugin, tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "auto_find_batch_size": True}
     expected = trained(tmp_path, **settings)
     switch = switch_on(plugin.config)
     found = trained(tmp_path, **settings)
@@ -466,29 +409,9 @@ def test_trainers_of_scripts_that_know_nothing(settings, plugin, tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_evaluation_of_a_trainer_is_not_planned_for(tmp_path, machine_with_drive, short_search):
-    machine_with_drive(1e9)
-    peaks = []
-    for settings in ({}, {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 12}):
-        switch = switch_on(OffloadPlugin(tier="auto", directory=tmp_path, memory_budget="8MiB", min_bytes=64).config)
-        trained(tmp_path, **settings)
-        (session,) = [session for made in switch._made for session in made.sessions]
-        peaks.append((session.most_measured_bytes, session.most_evaluated_bytes))
-        switch.off()
-    assert peaks[0][1] is None
-    assert peaks[1][1] > 0
-    assert peaks[1][0] == pytest.approx(peaks[0][0], rel=0.05)
-
-
 def test_training_arguments_go_before_the_environment(switched, tmp_path, caplog):
     trained(tmp_path, OffloadTrainingArguments, offload="ssd", offload_directory=str(tmp_path), offload_min_bytes="64")
     assert "the Trainer's OffloadCallback is used for GPT2LMHeadModel instead of the environment's" in caplog.text
-
-
-def test_a_callback_goes_before_the_environment(switched, tmp_path):
-    callback = OffloadCallback(OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=64))
-    trained(tmp_path, callbacks=[callback])
-    assert callback.stats.ended_steps == 3
 
 
 def test_a_script_s_own_plugin_goes_before_the_environment(switched, tmp_path, caplog):
@@ -507,32 +430,3 @@ def test_a_model_that_the_script_offloads_itself_is_left_to_it(switched, plugin)
     assert attached_session(model) is session
     assert switched.offloaded_models == 0
     session.detach()
-
-
-class Unknown(nn.Module):
-    """A model that is none of transformers'."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1))
-
-    def forward(self, inputs):
-        return self.layers(inputs)
-
-
-def test_any_module(plugin):
-    def run(accelerator):
-        torch.manual_seed(0)
-        model = Unknown()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        for _ in range(3):
-            loss = model(torch.ones(32, 8)).square().mean()  # a loss outside of the model
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss.item()
-
-    accelerator = plugin.accelerator(cpu=True)
-    assert run(accelerator) == run(Accelerator(cpu=True))
-    assert session_of(accelerator).stats.total.offloaded_bytes > 0

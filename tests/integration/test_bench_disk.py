@@ -14,15 +14,14 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from hf_offload.bench import disk
 from hf_offload.bench.disk import Comparison, Workload
-from hf_offload.cli.main import app
 from hf_offload.errors import OffloadConfigError
 from hf_offload.parents import bound
 from hf_offload.storage import disk_io
 from hf_offload.storage.disk_io import DataFile, DirectIo
+from tests.helpers.command_line import command
 
 KIB, MIB = 1 << 10, 1 << 20
 SMALL = ("--size", "4MiB", "--rounds", "2")
@@ -36,10 +35,6 @@ def directory(tmp_path, monkeypatch):
         if not file.direct.usable:
             pytest.skip(f"no direct I/O under {tmp_path}: {file.direct.reason}")
     return tmp_path
-
-
-def run(*words):
-    return CliRunner().invoke(app, ["bench", "disk", *(str(word) for word in words)])
 
 
 def check(drive, rounds):
@@ -57,7 +52,7 @@ def check(drive, rounds):
 def test_json_is_pure_and_complete(directory, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
-    result = run("--json", "-d", directory, "-d", other, *SMALL)
+    result = command("bench", "disk", "--json", "-d", directory, "-d", other, *SMALL)
     assert result.exit_code == 0, result.stderr
     drives = json.loads(result.stdout)["drives"]
     assert [drive["directory"] for drive in drives] == [str(directory), str(other)]
@@ -70,7 +65,7 @@ def test_json_is_pure_and_complete(directory, tmp_path):
 
 
 def test_the_table_shows_every_round_and_the_median(directory):
-    table = run("-d", directory, *SMALL)
+    table = command("bench", "disk", "-d", directory, *SMALL)
     assert table.exit_code == 0
     assert "O_DIRECT loop, GB/s" in table.stdout
     assert table.stdout.count("median") == 2
@@ -112,13 +107,6 @@ def _seen(seen, real):
     return call
 
 
-def test_sizes_are_cut_to_whole_records_for_all_threads(directory, monkeypatch):
-    monkeypatch.setattr(disk, "RECORD_BYTES", 1536 * KIB)
-    workload = Workload.of(5 * MIB + 7)
-    assert workload.size_bytes == 3 * MIB
-    assert (workload.threads("write"), workload.threads("read")) == (2, 4)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -129,7 +117,7 @@ def test_sizes_are_cut_to_whole_records_for_all_threads(directory, monkeypatch):
 )
 def test_wrong_input_ends_with_one_message(directory, monkeypatch, words, message):
     monkeypatch.chdir(directory)
-    result = run("--json", *words)
+    result = command("bench", "disk", "--json", *words)
     assert result.exit_code == 2
     assert result.stdout == ""
     assert re.search(message, result.stderr)
@@ -139,21 +127,14 @@ def test_wrong_input_ends_with_one_message(directory, monkeypatch, words, messag
 def test_a_full_disk_is_refused_before_anything_is_written(directory, monkeypatch):
     monkeypatch.setattr(disk, "free_disk_bytes", lambda _: 7 * MIB)
     monkeypatch.setattr(disk, "compare_drive", None)
-    result = run("-d", directory, *SMALL)
+    result = command("bench", "disk", "-d", directory, *SMALL)
     assert result.exit_code == 2
     assert "has 7.00 MiB free, and two files of 4.00 MiB need 8.00 MiB" in result.stderr
 
 
-def test_every_directory_is_checked_before_the_first_is_measured(directory, monkeypatch):
-    monkeypatch.setattr(disk, "compare_drive", None)
-    result = run("-d", directory, "-d", directory / "missing", *SMALL)
-    assert result.exit_code == 2
-    assert "does not exist" in result.stderr
-
-
 def test_tmpfs_is_refused_by_name(directory, monkeypatch):
     monkeypatch.setattr(disk, "file_system_of", lambda _: "tmpfs")
-    result = run("-d", directory, *SMALL)
+    result = command("bench", "disk", "-d", directory, *SMALL)
     assert result.exit_code == 2
     assert "is a tmpfs, which is RAM" in result.stderr
 

@@ -6,18 +6,12 @@ import pytest
 import torch
 import transformers
 
-from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
+from hf_offload import OffloadConfig, attach
 from hf_offload.errors import OffloadError
+from tests.helpers.tiny_models import tiny_model
+from tests.helpers.trainers import make_trainer
 
 TOKENS = 16
-
-
-def gpt2():
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=TOKENS, bos_token_id=1, eos_token_id=1
-    )
-    return transformers.GPT2LMHeadModel(config).train()
 
 
 def halve(parameters):
@@ -145,13 +139,11 @@ class AddsLate(transformers.TrainerCallback):
 
 
 def trained(tmp_path, place, kind=transformers.Trainer, callback=None):
-    args = OffloadTrainingArguments(
-        output_dir=str(tmp_path / place), max_steps=3, per_device_train_batch_size=2, max_grad_norm=0.0, logging_steps=1,
-        save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, offload="none", offload_optimizer=place,
-        offload_min_bytes=512, **({} if place == "none" else {"offload_directory": str(tmp_path)}),
+    trainer = make_trainer(
+        tmp_path / place, tiny_model("gpt2"), name="gpt2", kind=kind, max_grad_norm=0.0, logging_steps=1, offload="none",
+        offload_optimizer=place, offload_min_bytes=512,
+        **({} if place == "none" else {"offload_directory": str(tmp_path)}),
     )  # fmt: skip
-    rows = [{"input_ids": torch.arange(TOKENS) + n, "labels": torch.arange(TOKENS) + n} for n in range(8)]
-    trainer = kind(model=gpt2(), args=args, train_dataset=rows)
     if callback is not None:
         callback.trainer = trainer
         trainer.add_callback(callback)

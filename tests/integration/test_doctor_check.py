@@ -3,20 +3,15 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
 from hf_offload.bench import steps
 from hf_offload.bench.cell import CRASHED, DONE, CellResult
-from hf_offload.cli.main import app
 from tests.helpers.bench_recipes import fake_report
-
-
-def check(folder, *options):
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor", "--check", "-d", str(folder), *options])
+from tests.helpers.command_line import command, said
 
 
 def test_everything_works_here(tmp_path):
-    result = check(tmp_path, "--json")
+    result = command("doctor", "--check", "-d", tmp_path, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["passed"]
@@ -43,19 +38,19 @@ def test_what_does_not_work_is_named(tmp_path, monkeypatch, ssd, part):
         return ssd if spec.strategy == "ours:ssd" else good
 
     monkeypatch.setattr(steps, "run_cell", run)
-    result = check(tmp_path, "--json")
+    result = command("doctor", "--check", "-d", tmp_path, "--json")
     assert result.exit_code == 1
     found = json.loads(result.stdout)
     assert not found["passed"]
     assert [one["passed"] for one in found["checks"]] == [True, True, False]
     assert part in found["checks"][2]["detail"]
     assert f'offload.directory=["{tmp_path}"]' in asked[-1].overrides
-    shown = check(tmp_path)
+    shown = command("doctor", "--check", "-d", tmp_path)
     assert (shown.exit_code, shown.stdout.count("passed"), shown.stdout.count("failed")) == (1, 2, 1)
     assert "Do not train with it here." in shown.stdout
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path):
-    result = check(tmp_path / "nowhere")
+    result = command("doctor", "--check", "-d", tmp_path / "nowhere")
     assert result.exit_code == 2
-    assert "does not exist" in " ".join(result.stderr.split())
+    assert "does not exist" in said(result)

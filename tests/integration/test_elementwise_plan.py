@@ -10,7 +10,7 @@ from hf_offload.errors import OffloadPlanError
 from hf_offload.structure.units import find_blocks
 from tests.helpers.activation_heavy_models import batch, build
 from tests.helpers.live_bytes import live_bytes_of_steps
-from tests.helpers.tables import rows
+from tests.helpers.train import same
 
 LAYERS = 4
 
@@ -61,11 +61,7 @@ def auto(budget, directory, **settings):
     return OffloadConfig(tier="auto", memory_budget=budget, directory=directory, min_bytes=4096, **settings)
 
 
-def same(one, other):
-    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
-
-
-@pytest.mark.parametrize("name", rows(["gpt2", "bert", "t5", "llama"], quick=["gpt2", "llama"]))
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_the_plan_chooses_it_and_no_bit_changes(name, tmp_path):
     fixed, activations = live_bytes_of_steps(model_of(name), batch())
     budget = int(fixed + 0.85 * activations)
@@ -125,7 +121,7 @@ def test_a_run_that_fits_computes_nothing_twice(tmp_path, caplog):
     assert "elementwise" not in caplog.text
 
 
-@pytest.mark.parametrize("name", rows(["gpt2", "bert", "t5", "llama"], quick=["gpt2", "llama"]))
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_blocks_that_are_recomputed_as_a_whole_do_it_within_that(name, tmp_path):
     """What a block's recompute saves is what its forward would have saved otherwise."""
     fixed, activations = live_bytes_of_steps(model_of(name, recomputable=True), batch())

@@ -11,12 +11,13 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import DataCollatorWithFlattening, Trainer
+from transformers import DataCollatorWithFlattening
 
-from hf_offload import OffloadConfig, OffloadConfigError, OffloadTrainingArguments, attach, offload_activations
-from hf_offload.transforms.sampling.apply import carry_sample_ids, drop_sample_ids
+from hf_offload import OffloadConfig, OffloadConfigError, attach, offload_activations
+from hf_offload.transforms.sampling.apply import carry_sample_ids
 from hf_offload.transforms.sampling.gradient_cache import CACHE_FILE, SAMPLE_IDS, SAMPLE_PLACES
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
+from tests.helpers.trainers import make_trainer
 
 SAMPLING = {"ratio": 0.25, "min_rows": 1, "probabilities": "gradient-cache"}
 CONFIG = OffloadConfig(tier="none", sampled_linear=SAMPLING)
@@ -28,20 +29,11 @@ def rows(count=ROWS):
     return [dict(examples[index]) for index in range(count)]
 
 
-def trainer(folder, model=None, data=None, **arguments):
+def trainer(folder, data=None, **arguments):
     torch.manual_seed(0)
-    return Trainer(
-        model=model or tiny_model("llama"),
-        args=OffloadTrainingArguments(
-            output_dir=str(folder),
-            per_device_train_batch_size=2,
-            sampled_linear=json.dumps(SAMPLING),
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            **arguments,
-        ),
-        train_dataset=data if data is not None else ExampleDataset("llama", ROWS),
+    settings = {"sampled_linear": json.dumps(SAMPLING), "max_steps": -1, **arguments}
+    return make_trainer(
+        folder, tiny_model("llama"), data=ExampleDataset("llama", ROWS) if data is None else data, **settings
     )
 
 
@@ -213,10 +205,9 @@ def test_two_forwards_before_their_backwards():
         assert ((cache.norms > 0).any(1) == torch.tensor([True] * 4 + [False] * 4)).all()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_prepared_loaders_and_workers(workers):
+def test_prepared_loaders_and_workers():
     accelerator = Accelerator(cpu=True)
-    model, loader = accelerator.prepare(tiny_model("llama"), loader_of(shuffle=True, num_workers=workers))
+    model, loader = accelerator.prepare(tiny_model("llama"), loader_of(shuffle=True, num_workers=2))
     with offload_activations(model, CONFIG) as session:
         cache = session.carry_sample_ids(loader)
         assert session.carry_sample_ids(loader) is cache
@@ -282,17 +273,6 @@ def test_loaders_that_cannot_carry_ids(kind, part):
         next(iter(loader))
 
 
-def test_ids_are_dropped_again():
-    loader = loader_of()
-    before = loader.dataset, loader.collate_fn
-    assert carry_sample_ids(loader) == carry_sample_ids(loader) == ROWS
-    assert SAMPLE_IDS in next(iter(loader))
-    drop_sample_ids(loader)
-    drop_sample_ids(loader)
-    assert (loader.dataset, loader.collate_fn) == before
-
-
-@pytest.mark.parametrize("estimator", ["rad", "features"])
-def test_columns_have_no_samples(estimator):
+def test_columns_have_no_samples():
     with pytest.raises(OffloadConfigError, match="draws columns"):
-        OffloadConfig(sampled_linear={**SAMPLING, "estimator": estimator})
+        OffloadConfig(sampled_linear={**SAMPLING, "estimator": "rad"})

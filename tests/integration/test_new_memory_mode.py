@@ -9,17 +9,16 @@ import torch
 from huggingface_hub import ModelCard
 from pydantic import Field
 from torch import nn
-from transformers import Trainer
-from typer.testing import CliRunner
 
 from hf_offload import OffloadConfigError, OffloadTrainingArguments
-from hf_offload.cli.main import app
 from hf_offload.methods.param_groups import WeightDecay, decay_groups
 from hf_offload.methods.protocol import MemoryMode, trained_parameters
 from hf_offload.settings.classes import settings
 from hf_offload.settings.memory_modes import MODES, Entry
 from hf_offload.settings.values import Number
-from tests.helpers.tiny_models import ExampleDataset, tiny_model
+from tests.helpers.command_line import command
+from tests.helpers.tiny_models import tiny_model
+from tests.helpers.trainers import make_trainer
 from tests.integration.test_modes_without_the_trainer import environment, plain_loop, plugin
 
 SMALL_GPT2 = ["model.config.n_layer=2", "model.config.n_embd=64", "model.config.n_head=2"]
@@ -47,18 +46,14 @@ def _registered(monkeypatch):
 
 
 def invoke(*arguments):
-    result = CliRunner().invoke(app, [str(one) for one in arguments])
+    result = command(*arguments)
     assert result.exit_code == 0, result.output + result.stderr
     return result.stdout
 
 
 def trained(folder, mode, settings=None):
     torch.manual_seed(0)
-    args = OffloadTrainingArguments(
-        output_dir=str(folder), max_steps=3, learning_rate=1e-2, report_to="none", use_cpu=True, disable_tqdm=True,
-        save_strategy="no", memory_mode=mode, memory_mode_kwargs=settings,
-    )  # fmt: skip
-    run = Trainer(model=tiny_model("llama"), args=args, train_dataset=ExampleDataset("llama", 12))
+    run = make_trainer(folder, tiny_model("llama"), memory_mode=mode, memory_mode_kwargs=settings)
     run.train()
     return run.optimizer.optimizer
 
@@ -94,7 +89,7 @@ def test_errors_name_it():
             OffloadTrainingArguments("unused", memory_mode=name, memory_mode_kwargs=given)
 
 
-def test_it_is_planned(tmp_path):
+def test_it_is_planned():
     model = ["gpt2-small", *SMALL_GPT2, "--gpu", "rtx4090", "--sequence", "128"]
     alone = json.loads(invoke("plan", *model, "--memory-mode", "momentum", "--json"))
     table = json.loads(invoke("plan", *model, "--modes", "--memory-mode", "none,momentum", "--json"))

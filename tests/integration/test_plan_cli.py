@@ -6,13 +6,12 @@ import re
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
-from hf_offload.cli.main import app
 from hf_offload.forecast.options import PLANNED
 from hf_offload.settings.classes import help_of
 from hf_offload.settings.schema import OffloadConfig
 from tests.helpers.activation_heavy_models import CONFIGS, build
+from tests.helpers.command_line import command, said
 
 SMALL = [
     "model.config.n_layer=2", "model.config.n_embd=64", "model.config.n_head=2", "model.config.vocab_size=512",
@@ -23,12 +22,8 @@ pytestmark = pytest.mark.usefixtures("few_budgets")
 CARD = ["--gpu", "24GB", "--tflops", "80", "--pcie", "25GB/s", "--ssd", "5GB/s", "--ram", "64GB"]
 
 
-def run(*arguments):
-    return CliRunner(env={"COLUMNS": "160"}).invoke(app, ["plan", *arguments])
-
-
 def run_json(*arguments):
-    result = run(*arguments, "--json")
+    result = command("plan", *arguments, "--json")
     return json.loads(result.stdout), result
 
 
@@ -50,7 +45,7 @@ def test_a_recipe_on_a_described_machine():
 
 
 def test_the_table_says_why():
-    result = run("gpt2-small", *SMALL, *CARD, "--sequence", "128")
+    result = command("plan", "gpt2-small", *SMALL, *CARD, "--sequence", "128")
     assert result.exit_code == 0
     assert "transformer.h.0-1.mlp" in result.stdout
     assert "the whole step fits" in " ".join(result.stdout.split())
@@ -105,9 +100,9 @@ def test_plans_for_other_budgets_are_shown(monkeypatch):
 
 
 def test_an_impossible_budget_is_refused_with_the_smallest_possible():
-    result = run("gpt2-small", *SMALL, *CARD, "--memory-budget", "1MiB")
+    result = command("plan", "gpt2-small", *SMALL, *CARD, "--memory-budget", "1MiB")
     assert result.exit_code == 2
-    message = " ".join(result.stderr.split())
+    message = said(result)
     assert "the least this run can do with is" in message
     assert re.search(r"is \d+ MiB, [\d.]+ [KMG]iB more \(the peak is in", message)
     assert "What would lower it" in message
@@ -163,7 +158,7 @@ def test_the_picture_of_a_plan_shows_the_peak_that_it_names(tmp_path, monkeypatc
         figure, "savefig", lambda self, *given, **named: [drawn.append(self), save(self, *given, **named)]
     )
     picture = tmp_path / "plan.png"
-    result = run("gpt2-small", *SMALL, *CARD, "--sequence", "512", "--batch", "8", "--plot", str(picture))
+    result = command("plan", "gpt2-small", *SMALL, *CARD, "--sequence", "512", "--batch", "8", "--plot", str(picture))
     assert result.exit_code == 0, result.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
     memory, channels = drawn[0].axes
@@ -176,13 +171,6 @@ def test_the_picture_of_a_plan_shows_the_peak_that_it_names(tmp_path, monkeypatc
         "gradients",
     ]
     assert len(channels.collections) == 5
-
-
-def test_without_a_plan_there_is_nothing_to_draw(tmp_path):
-    result = run("gpt2-small", *SMALL, *CARD, "--memory-budget", "1MiB", "--plot", str(tmp_path / "plan.png"))
-    assert result.exit_code == 2
-    assert "There is no plan to draw" in result.stderr
-    assert not list(tmp_path.iterdir())
 
 
 LLAMA = [
@@ -198,30 +186,24 @@ def test_a_plan_shows_what_is_tiled_and_needs_less():
     keep, kept = (found["predicted"][0]["peak_bytes"] for found in (plain, tiled))
     logits = 4 * 2048 * 128256
     assert keep - kept > 1.5 * logits
-    table = " ".join(run(*shape, "--tiled-loss", "on", "--tiled-mlp", "on").stdout.split())
+    table = " ".join(command("plan", *shape, "--tiled-loss", "on", "--tiled-mlp", "on").stdout.split())
     assert "lm_head, tiled" in table
     assert ".mlp (2 x), tiled" in table
 
 
-def test_a_comparison_of_modes_draws_nothing(tmp_path):
-    result = run("gpt2-small", "--modes", "--plot", str(tmp_path / "plan.png"))
-    assert result.exit_code == 2
-    assert "--plot draws a plan, and --modes makes none" in result.stderr
-
-
 def test_a_setting_is_an_option_by_its_declaration():
     """Its help, how it is read, and what is refused are those of the declaration."""
-    shown = " ".join(run("--help").stdout.replace("│", " ").split())
+    shown = " ".join(command("plan", "--help").stdout.replace("│", " ").split())
     for field in PLANNED:
         assert f"--{field.replace('_', '-')} " in shown
         words = help_of(OffloadConfig, field).removeprefix('With tier="auto": ').split()[1:4]
         assert " ".join(words) in shown
-    result = run(
-        "gpt2-small", *CARD, "--tile-bytes", "0", "--tiled-loss", "om", "--tiled-mlp", "", "--memory-budget", "1 Gib b",
-        "--batch", "none", "--ram", "much",
+    result = command(
+        "plan", "gpt2-small", *CARD, "--tile-bytes", "0", "--tiled-loss", "om", "--tiled-mlp", "", "--memory-budget",
+        "1 Gib b", "--batch", "none", "--ram", "much",
     )  # fmt: skip
     assert result.exit_code == 2
-    stderr = " ".join(result.stderr.split())
+    stderr = said(result)
     for part in (
         "6 errors in the options", "--tile-bytes='0' is too small", "--tiled-loss='om' is unknown", "Did you mean 'on'?",
         "--tiled-mlp='' is not a list", "--memory-budget='1 Gib b' is not a size", "--batch='none' is not a whole number",
@@ -245,15 +227,11 @@ def test_settings_given_as_options_replace_those_of_a_recipe():
         (["no-such-model", *CARD], "is not a shipped recipe, a folder with a config.json or a model of the hub"),
         (["gpt2-small", "--gpu", "rtx9999"], "gpu='rtx9999' is unknown"),
         (["gpt2-small", "--tflops", "80"], "describe another machine: add --gpu"),
-        (["gpt2-small", *CARD, "--batch", "0"], "--batch=0 is too small"),
         (["gpt2-small", *CARD, "--batch", str(10**20)], "--batch=100000000000000000000 is too large"),
         (["gpt2-small", *CARD, "--gpu", "foo", "--batch", "0", "--plot", "/proc/x"], "3 errors in the options"),
         (["gpt2-small", *CARD, "--sequence", "5000"], "has 1024 positions"),
         (["gpt2-small", *CARD, "--dtype", "int8"], "--dtype='int8' is unknown"),
-        (["gpt2-small", *CARD, "--optimizer", "magic"], "optimizer 'magic' is not known"),
         (["gpt2-small", *CARD, "--optimizer", "galore_adamw"], "optimizer 'galore_adamw' is not known"),
-        (["gpt2-small", *CARD, "--memory-mode", "small"], "memory_mode='small' is unknown"),
-        (["gpt2-small", *CARD, "--memory-mode", "galor"], "Did you mean 'galore'?"),
         (["gpt2-small", *CARD, "--modes", "--memory-mode", "none,galor"], "Did you mean 'galore'?"),
         (["gpt2-small", *CARD, "--memory-mode-kwargs", '{"rank": 8}'], "memory_mode is 'none'"),
         (
@@ -269,33 +247,33 @@ def test_settings_given_as_options_replace_those_of_a_recipe():
     ],
 )
 def test_bad_input_is_explained(arguments, message):
-    result = run(*arguments)
+    result = command("plan", *arguments)
     assert result.exit_code == 2
-    assert message in " ".join(result.stderr.split())
+    assert message in said(result)
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path):
-    result = run(str(tmp_path), *CARD)
+    result = command("plan", str(tmp_path), *CARD)
     assert result.exit_code == 2
-    assert "has no config.json" in " ".join(result.stderr.split())
+    assert "has no config.json" in said(result)
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[]", "3", "null", '{"model_type": 3}', '{"model_type": "gpt2", "n_layer": "many"}', "\\udcff"]
+    "content", ["{", "null", '{"model_type": 3}', '{"model_type": "gpt2", "n_layer": "many"}', "\\udcff"]
 )
 def test_a_damaged_configuration_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
-    result = run(str(tmp_path), *CARD)
+    result = command("plan", str(tmp_path), *CARD)
     assert result.exit_code == 2, result.output
-    assert "a folder with a config.json" in " ".join(result.stderr.split())
+    assert "a folder with a config.json" in said(result)
 
 
 def test_half_a_checkpoint_is_refused(tmp_path):
     CONFIGS["llama"](0.0).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x10\x00\x00")
-    result = run(str(tmp_path), *CARD)
+    result = command("plan", str(tmp_path), *CARD)
     assert result.exit_code == 2
-    assert "is not a whole safetensors file" in " ".join(result.stderr.split())
+    assert "is not a whole safetensors file" in said(result)
 
 
 def test_sampled_and_lean_layers_save_less():
@@ -314,9 +292,9 @@ def test_sampled_and_lean_layers_save_less():
     assert saved["sampled"] < saved["usual"]
     assert saved["lean"] < saved["usual"]
     assert saved["recipe"] == saved["sampled"]
-    text = run("gpt2-small", *SMALL, *shape, "--sampled-linear", "0.1").output
+    text = command("plan", "gpt2-small", *SMALL, *shape, "--sampled-linear", "0.1").output
     assert text.count(", sampled") == 2  # attention and MLP
-    assert run("gpt2-small", *SMALL, *shape, "--recompute-elementwise", "norm").exit_code == 2
+    assert command("plan", "gpt2-small", *SMALL, *shape, "--recompute-elementwise", "norm").exit_code == 2
 
 
 def test_a_recipes_memory_mode_is_planned():

@@ -5,19 +5,18 @@ import json
 import pytest
 import torch
 import transformers
-from hf_offload.memory_modes.protocol import OptimizerBytes
 from torch._subclasses.fake_tensor import FakeTensor
-from typer.testing import CliRunner
 
 from hf_offload import OffloadConfig, offload_activations
-from hf_offload.cli.main import app
 from hf_offload.forecast.counting import count_footprint
 from hf_offload.forecast.fake import fake_mode
 from hf_offload.forecast.workload_sources import find_workload
+from hf_offload.methods.protocol import OptimizerBytes
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.planner import make_problem
 from hf_offload.plan.search import uniform
+from tests.helpers.command_line import command, said
 from tests.helpers.live_bytes import peak_live_bytes
 
 pytestmark = pytest.mark.usefixtures("few_budgets")
@@ -51,47 +50,23 @@ def _clip():
     return transformers.CLIPConfig(text_config=text, vision_config={**IMAGE, **SIZE})
 
 
-def _swin():
-    return transformers.SwinConfig(
-        image_size=64, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 2], window_size=4, drop_path_rate=0.0
-    )
-
-
-def _convnext():
-    return transformers.ConvNextConfig(hidden_sizes=[16, 32], depths=[1, 1], num_stages=2, image_size=64)
-
-
 MODELS = {
     "ViTForImageClassification": lambda: transformers.ViTConfig(**IMAGE, **SIZE),
-    "SwinForImageClassification": _swin,
-    "ConvNextForImageClassification": _convnext,
     "SegformerForSemanticSegmentation": _segformer,
     "CLIPModel": _clip,
     "ViTMAEForPreTraining": lambda: transformers.ViTMAEConfig(
         decoder_hidden_size=64, decoder_intermediate_size=64, decoder_num_hidden_layers=1, decoder_num_attention_heads=2,
         **IMAGE, **SIZE,
     ),
-    "VideoMAEForPreTraining": lambda: transformers.VideoMAEConfig(
-        num_frames=4, decoder_hidden_size=64, decoder_intermediate_size=64, decoder_num_hidden_layers=1,
-        decoder_num_attention_heads=2, **IMAGE, **SIZE,
-    ),
     "Wav2Vec2ForCTC": lambda: transformers.Wav2Vec2Config(**SPEECH),
-    "Wav2Vec2ForSequenceClassification": lambda: transformers.Wav2Vec2Config(**SPEECH),
     "Wav2Vec2ConformerForCTC": lambda: transformers.Wav2Vec2ConformerConfig(**SPEECH),
     "WhisperForConditionalGeneration": _whisper,
-    "ASTForAudioClassification": lambda: transformers.ASTConfig(max_length=64, num_mel_bins=16, patch_size=8, **SIZE),
     "BertForQuestionAnswering": lambda: transformers.BertConfig(vocab_size=64, max_position_embeddings=64, **SIZE),
-    "BertForMultipleChoice": lambda: transformers.BertConfig(vocab_size=64, max_position_embeddings=64, **SIZE),
     "MixtralForCausalLM": lambda: transformers.MixtralConfig(num_local_experts=4, **EXPERTS),
-    "Qwen2MoeForCausalLM": lambda: transformers.Qwen2MoeConfig(
-        num_experts=4, moe_intermediate_size=64, shared_expert_intermediate_size=64, **EXPERTS
-    ),
 }  # fmt: skip
 QUICK = ("ViTForImageClassification", "WhisperForConditionalGeneration", "MixtralForCausalLM")
-# Where the CPU's library of convolutions takes memory of its own, for weights in another order and the like.
-WORKSPACE = ("ConvNextForImageClassification",)
-# Where it makes copies that are counted, or the other way round, and the model is small.
-COPIES = ("ViTMAEForPreTraining", "VideoMAEForPreTraining", "ASTForAudioClassification")
+# Where the CPU's library of convolutions makes copies that are counted, or the other way round, and the model is small.
+COPIES = ("ViTMAEForPreTraining",)
 names = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in MODELS]
 )
@@ -153,9 +128,8 @@ def test_what_is_counted_is_what_a_real_step_saves_and_needs(name, folder, tmp_p
     hardware = describe_hardware("24GB", tflops=80, pcie="25GB/s", ssd="5GB/s")
     kept = uniform(make_problem(footprint, hardware, 1 << 40), Placement.KEEP)
     weights = sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
-    if name not in WORKSPACE:
-        tolerance = 0.1 if name in COPIES else 0.05
-        assert kept.timeline.peak_bytes - weights == pytest.approx(peak_live_bytes(step), rel=tolerance)
+    tolerance = 0.1 if name in COPIES else 0.05
+    assert kept.timeline.peak_bytes - weights == pytest.approx(peak_live_bytes(step), rel=tolerance)
     with offload_activations(model, OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=1024)) as session:
         step()
         moved = session.stats.total.offloaded_bytes
@@ -172,7 +146,7 @@ def test_any_model_is_planned_from_its_configuration(name, folder):
 
 
 def plan(*arguments):
-    result = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["plan", *arguments, *CARD, "--dtype", "float32", "--json"])
+    result = command("plan", *arguments, *CARD, "--dtype", "float32", "--json")
     return json.loads(result.stdout) if result.exit_code == 0 else None, result
 
 
@@ -195,9 +169,8 @@ def test_routing_does_not_change_what_experts_need(folder):
     assert peaks[1] == pytest.approx(peaks[0], rel=0.01)
 
 
-@pytest.mark.parametrize("autocast", ["no", "bf16"])
-def test_mixed_precision_is_counted_as_it_runs(autocast, folder, tmp_path):
-    workload = find_workload(folder("ViTForImageClassification"), batch=4, dtype="float32", autocast=autocast)
+def test_mixed_precision_is_counted_as_it_runs(folder, tmp_path):
+    workload = find_workload(folder("ViTForImageClassification"), batch=4, dtype="float32", autocast="bf16")
     footprint, batch = counted(workload)
     model, step = real_step(workload, batch)
     with offload_activations(model, OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=1024)) as session:
@@ -265,4 +238,4 @@ def test_what_cannot_be_counted_is_refused_by_name(name, config, options, messag
     made.save_pretrained(tmp_path)
     _, result = plan(str(tmp_path), *options)
     assert result.exit_code == 2
-    assert message in " ".join(result.stderr.split())
+    assert message in said(result)

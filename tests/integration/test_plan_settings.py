@@ -6,7 +6,6 @@ from hf_offload.forecast.forecast import make_forecast
 from hf_offload.forecast.workload import count_workload
 from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.plan.hardware import describe_hardware
-from hf_offload.settings.recipe_files import recipe_names
 from hf_offload.settings.recipes import load_recipe
 
 pytestmark = pytest.mark.usefixtures("few_budgets")
@@ -96,13 +95,6 @@ def test_weights_and_state_are_planned_wherever_they_may_be_unless_a_recipe_says
     assert places(find_workload("bench/gpt2-small", ["offload.optimizer=ssd"])) == ("ssd", "auto")
     assert places(find_workload("bench/gpt2-small", ["offload.optimizer=none", "offload.params=none"])) == ("none",) * 2
     assert places(find_workload("bench/gpt2-small", state="ram")) == ("ram", "auto")
-
-
-@pytest.mark.parametrize("name", [name for name in recipe_names() if recipe_of(name).tier in ("ram", "ssd")])
-def test_all_recipes_with_one_tier_leave_weights_and_state_to_the_plan(name):
-    offload = recipe_of(name)
-    expected = {"optimizer": offload.optimizer or "auto", "params": offload.params or "auto"}
-    assert places(find_workload(name)) == (expected["optimizer"], expected["params"])
 
 
 def test_a_plan_for_an_accelerator_uses_a_drive_only_if_one_is_named():

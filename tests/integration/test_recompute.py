@@ -9,17 +9,15 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.nn.utils import parametrizations
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_offload import OffloadConfig, offload_activations
 from hf_offload.engine.recompute import Recompute
 from hf_offload.errors import OffloadConfigError, OffloadPlanError, RecomputeError
 from hf_offload.structure.units import find_blocks
-from hf_offload.transforms.rematerialization.apply import ElementwiseBlocks
 from tests.helpers.activation_heavy_models import batch, build
 from tests.helpers.live_bytes import live_bytes_of_steps, peak_live_bytes
-from tests.helpers.tables import rows
+from tests.helpers.train import same
 from tests.helpers.training_steps import training_steps
 
 WIDTH, ROWS = 32, 256
@@ -55,11 +53,6 @@ class Plain(GradientCheckpointingLayer):
 class BatchNorm(Plain):
     def prepare(self):
         self.norm = nn.BatchNorm1d(WIDTH)
-
-
-class SpectralNorm(Plain):
-    def prepare(self):
-        parametrizations.spectral_norm(self.up)
 
 
 class ReplacedBuffer(Plain):
@@ -102,10 +95,6 @@ def run(make, config, steps=STEPS, options=lambda step: {}, before=lambda model,
     return losses, [tensor.clone() for tensor in model.state_dict().values()], recomputed
 
 
-def same(found, expected):
-    return found[0] == expected[0] and all(map(torch.equal, found[1], expected[1]))
-
-
 def auto(tmp_path, make=Model, **settings):
     """A budget for weights and state, and a part of the activations."""
     torch.manual_seed(0)
@@ -129,7 +118,7 @@ NONE = OffloadConfig(tier="none")
 # -- which blocks -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", rows(["gpt2", "llama", "bert", "t5"], quick=["gpt2", "t5"]))
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_blocks_of_transformers_are_recomputed_exactly(name, tmp_path):
     def train(config):
         torch.manual_seed(0)
@@ -147,15 +136,15 @@ def test_blocks_of_transformers_are_recomputed_exactly(name, tmp_path):
     )
     found = train(config)
     assert found[2]
-    assert same(found, train(NONE))
+    assert same(found[:2], train(NONE)[:2])
 
 
-@pytest.mark.parametrize("block", [BatchNorm, SpectralNorm, ReplacedBuffer])
+@pytest.mark.parametrize("block", [BatchNorm, ReplacedBuffer])
 def test_a_block_that_writes_to_its_buffers_is_not_recomputed(block, tmp_path):
     expected = run(lambda: Model(block), NONE)
     found = run(lambda: Model(block), auto(tmp_path, lambda: Model(block)))
     assert not found[2]
-    assert same(found, expected)
+    assert same(found[:2], expected[:2])
 
 
 def test_other_blocks_of_the_same_model_are_recomputed(tmp_path):
@@ -167,7 +156,7 @@ def test_other_blocks_of_the_same_model_are_recomputed(tmp_path):
     found = run(make, auto(tmp_path))
     assert "layers.2" not in found[2]
     assert {"layers.0", "layers.1", "layers.3"} & found[2]
-    assert same(found, run(make, NONE))
+    assert same(found[:2], run(make, NONE)[:2])
 
 
 # -- blocks that the user names -----------------------------------------------------------------------------------------
@@ -189,7 +178,7 @@ def test_blocks_of_a_class_that_is_named_are_recomputed_exactly(named, tmp_path)
     found = run(encoder, auto(tmp_path, encoder, recompute_blocks=named))
     assert bool(found[2]) == (named is not None)
     assert all(name.startswith("layers.") for name in found[2])
-    assert same(found, run(encoder, NONE))
+    assert same(found[:2], run(encoder, NONE)[:2])
 
 
 def test_named_blocks_are_of_their_own_class_in_copies_and_once_detached(tmp_path):
@@ -259,15 +248,6 @@ def test_a_change_between_forward_and_recompute_is_an_error(change):
         loss.backward()
 
 
-def test_an_input_by_position_that_is_changed_is_an_error_as_without():
-    block, hidden = Plain().train(), torch.ones(ROWS, WIDTH)
-    Recompute({"block": block}).apply(["block"])
-    loss = block(hidden).sum()
-    hidden.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 def test_a_forward_that_does_something_else_the_second_time_is_an_error():
     class Forgetful(Plain):
         is_first = True
@@ -296,8 +276,9 @@ DRAWS = [
 ]
 
 
-@pytest.mark.parametrize("walks", [1, 2])
-def test_a_recompute_draws_what_its_forward_drew_and_leaves_generators_as_they_were(walks):
+def test_a_recompute_draws_what_its_forward_drew_and_leaves_generators_as_they_were():
+    walks = 2
+
     def steps(is_planned):
         torch.manual_seed(0)
         random.seed(0)
@@ -320,42 +301,7 @@ def test_a_recompute_draws_what_its_forward_drew_and_leaves_generators_as_they_w
     assert steps(True) == steps(False)
 
 
-class Outer(nn.Module):
-    """A module around an activation function, with blocks."""
-
-    def __init__(self):
-        super().__init__()
-        self.act = nn.SiLU()
-        self.blocks = Model(Plain)
-
-    def forward(self, inputs):
-        return self.blocks(self.act(inputs) * inputs)
-
-
-def test_blocks_are_recomputed_inside_of_a_module_whose_products_are():
-    def run(is_planned):
-        torch.manual_seed(0)
-        outer = Outer()
-        if is_planned:
-            Recompute(dict(outer.blocks.layers.named_children())).apply(map(str, range(4)))
-            elementwise = ElementwiseBlocks({"outer": outer})
-            elementwise.apply(True)
-            assert elementwise.names
-        torch.manual_seed(1)
-        loss = outer(torch.ones(ROWS, WIDTH))
-        loss.backward()
-        return [loss, *(parameter.grad for parameter in outer.parameters())]
-
-    assert all(map(torch.equal, run(True), run(False)))
-
-
 # -- what a call receives -----------------------------------------------------------------------------------------------
-
-
-def test_tensors_among_the_arguments_are_no_hindrance(tmp_path):
-    found = run(Model, auto(tmp_path), options=lambda step: {"scale": torch.full((WIDTH,), 1.5)})
-    assert found[2]
-    assert same(found, run(Model, NONE, options=lambda step: {"scale": torch.full((WIDTH,), 1.5)}))
 
 
 TOKENS, PREFIX = 64, 8
@@ -427,19 +373,18 @@ def test_prefix_tuning_keeps_its_prefix(tmp_path):
     expected = train_llama(prefix_tuned(llama()), NONE)
     found = train_llama(prefix_tuned(llama()), config)
     assert not found[2]
-    assert same(found, expected)
+    assert same(found[:2], expected[:2])
 
 
-@pytest.mark.parametrize("first", [0, 3])
-def test_a_cache_that_is_given_is_used_whenever_it_comes(first, tmp_path):
+def test_a_cache_that_is_given_is_used_whenever_it_comes(tmp_path):
     def caches(step):
-        return cache_by_hand(step) if step >= first else None
+        return cache_by_hand(step) if step >= 3 else None
 
     config = llama_auto(tmp_path, llama())
     expected = train_llama(llama(), NONE, caches)
     found = train_llama(llama(), config, caches)
-    assert found[2] == (first > 0)
-    assert same(found, expected)
+    assert found[2]
+    assert same(found[:2], expected[:2])
 
 
 def test_a_cache_is_used_by_blocks_that_are_to_be_recomputed():

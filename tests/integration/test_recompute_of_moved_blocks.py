@@ -42,8 +42,11 @@ def replace(blocks):
     blocks[1] = Block(counts=True)
 
 
-@pytest.mark.parametrize("change", [delete, add, replace])
-@pytest.mark.parametrize("elementwise", ["off", None], ids=["whole blocks", "elementwise, too"])
+@pytest.mark.parametrize(
+    ("change", "elementwise"),
+    [(delete, "off"), (add, "off"), (replace, "off"), (replace, None)],
+    ids=["delete", "add", "replace", "replace, elementwise, too"],
+)
 def test_trains_as_without(change, elementwise, tmp_path):
     """One of the blocks counts its calls in a buffer, so it cannot be recomputed, whatever its name."""
 

@@ -5,9 +5,7 @@ import logging
 import math
 
 import pytest
-from typer.testing import CliRunner
 
-from hf_offload.cli.main import app
 from hf_offload.errors import OffloadPlanError
 from hf_offload.forecast.workload import count_workload
 from hf_offload.forecast.workload_sources import find_workload
@@ -18,6 +16,7 @@ from hf_offload.plan.search import smallest, uniform
 from hf_offload.settings.recipe_files import recipe_names
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.run import run_recipe
+from tests.helpers.command_line import command
 from tests.helpers.shrunk_recipes import VOCABULARY, one_of_each, save_tokenizer, shrunk
 from tests.helpers.tables import rows
 
@@ -80,7 +79,7 @@ def test_a_recipe_without_backward_trains_weights_on_a_drive(name, tmp_path, tok
 
 
 def test_all_shipped_recipes_are_good():
-    result = CliRunner().invoke(app, ["recipes", "validate", *recipe_names()], env={"COLUMNS": "300"})
+    result = command("recipes", "validate", *recipe_names())
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines() == [f"{name}: good" for name in recipe_names()]
 

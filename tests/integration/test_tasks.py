@@ -7,13 +7,11 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from typer.testing import CliRunner
 
-from hf_offload.cli.main import app
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.run import run_recipe
-from tests.helpers.tables import rows
+from tests.helpers.command_line import command, said
 
 WORDS = ["offload", "saved", "tensor", "gradient", "exact", "disk", "memory", "step", "block", "layer"]
 GPT2 = {"architecture": "gpt2", "config": {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64}}
@@ -185,23 +183,15 @@ def test_every_task_is_trained_evaluated_and_saved_and_offloading_changes_no_bit
     assert parameter_digest(loaded) == keep.parameters_sha256
 
 
-def test_training_lowers_what_evaluation_measures():
-    """The classes can be told from the first word."""
-    result = run_recipe(recipe("classes", training={"max_steps": 40}))
-    assert result.metrics["eval_accuracy"] == 1.0
-    assert result.metrics["eval_matthews"] == 1.0
-    config = transformers.AutoConfig.from_pretrained("out")
-    assert config.id2label == {0: "0", 1: "1"}
-
-
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft uses the older name
-@pytest.mark.parametrize("mode", rows(["lora", "lora_fa", "badam"], quick=["lora", "badam"]))
+@pytest.mark.parametrize("mode", ["lora", "badam"])
 def test_memory_modes_train_the_head_of_a_classifier(mode):
     result = run_recipe(
         recipe("classes", memory={"mode": mode} | ({} if mode == "badam" else {"rank": 2}), training={"max_steps": 40})
     )
-    assert result.metrics["eval_accuracy"] == 1.0
+    assert result.metrics["eval_accuracy"] == result.metrics["eval_matthews"] == 1.0
     if mode == "badam":
+        assert transformers.AutoConfig.from_pretrained("out").id2label == {0: "0", 1: "1"}
         return
     import peft
     from safetensors.torch import load_file
@@ -220,20 +210,19 @@ def test_memory_modes_train_the_head_of_a_classifier(mode):
 
 def test_a_run_goes_on_from_its_last_checkpoint():
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    saving |= {"lr_scheduler_type": "constant"}
+    run_recipe(recipe("packed", training=saving | {"max_steps": 4}))
     whole = run_recipe(recipe("packed", training=saving | {"output_dir": "whole"}))
-    run_recipe(recipe("packed", training=saving | {"max_steps": 4, "lr_scheduler_type": "constant"}))
-    first = run_recipe(recipe("packed", training=saving | {"lr_scheduler_type": "constant", "output_dir": "whole"}))
-    assert first.losses_hex != whole.losses_hex  # another schedule
-    resumed = run_recipe(recipe("packed", training=saving | {"lr_scheduler_type": "constant"}), resume=True)
-    assert resumed.losses_hex == first.losses_hex[4:]
-    assert resumed.parameters_sha256 == first.parameters_sha256
+    resumed = run_recipe(recipe("packed", training=saving), resume=True)
+    assert resumed.losses_hex == whole.losses_hex[4:]
+    assert resumed.parameters_sha256 == whole.parameters_sha256
 
 
 def test_nothing_to_resume_is_refused():
     recipe("text")
-    result = CliRunner().invoke(app, ["train", "text.yaml", "--resume"])
+    result = command("train", "text.yaml", "--resume")
     assert result.exit_code == 2
-    assert "no complete checkpoint in out to go on from" in " ".join(result.stderr.split())
+    assert "no complete checkpoint in out to go on from" in said(result)
 
 
 def test_the_best_checkpoint_is_kept_and_no_progress_stops():
@@ -282,12 +271,6 @@ def test_of_a_single_text_the_end_is_held_back(folder):
     assert run_recipe(made).metrics["eval_loss"] > 0
     (folder / "one.txt").write_text("a single line", encoding="utf-8")
     assert "the text is a single line" in mistake("text", data={"files": "one.txt", "validation": 0.1})
-
-
-def test_streaming_conversations():
-    streamed = run_recipe(recipe("prompts", data={"streaming": True}))
-    assert streamed.steps == 4
-    assert streamed.metrics["eval_loss"] > 0
 
 
 @pytest.mark.parametrize(

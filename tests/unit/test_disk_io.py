@@ -44,9 +44,7 @@ def test_mountinfo_without_a_root_is_unknown():
     assert ("/mnt/two words", "fuse.sshfs") in parse_mountinfo(MOUNTS)
 
 
-@pytest.mark.parametrize(
-    "kind", ["nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "glusterfs", "fuse.sshfs", "9p", "beegfs", "afs"]
-)
+@pytest.mark.parametrize("kind", ["nfs4", "cifs", "lustre", "fuse.sshfs"])
 def test_network_file_systems_are_refused_by_name(tmp_path, kind):
     with pytest.raises(OffloadConfigError, match=rf"{tmp_path}.*network file system {kind}:.*local drive"):
         check_directory(tmp_path, f"1 1 0:1 / / rw - {kind} server rw")
@@ -99,10 +97,9 @@ def test_a_directory_below_another_users_private_one(tmp_path):
     assert "cannot be used: Permission denied. Name another one." in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_other_platforms_are_refused_by_name(tmp_path, monkeypatch, platform):
-    monkeypatch.setattr(sys, "platform", platform)
-    with pytest.raises(OffloadConfigError, match=f"needs Linux, and this is {platform}"):
+def test_other_platforms_are_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(OffloadConfigError, match="needs Linux, and this is darwin"):
         check_directory(tmp_path)
 
 

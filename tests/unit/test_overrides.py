@@ -39,13 +39,13 @@ def changed(override):
     return tree
 
 
-@pytest.mark.parametrize("text", ["2024", "my # data", "a: b", "[a]", "{a: b}", "010", "true", "&a", "*a", "- a", "'a"])
 @pytest.mark.parametrize(
     "key", ["data.data_dir", "data.text_column", "model.name", "training.output_dir", "training.run_name"]
 )
-def test_what_is_text_is_taken_as_it_stands(key, text):
+def test_what_is_text_is_taken_as_it_stands(key):
     section, name = key.split(".")
-    assert changed(f"{key}={text}") == {section: {name: text}}
+    for text in ("2024", "my # data", "a: b", "[a]", "{a: b}", "010", "true", "&a", "*a", "- a", "'a"):
+        assert changed(f"{key}={text}") == {section: {name: text}}
 
 
 @pytest.mark.parametrize("key", ["data.files", "offload.directory", "data.tokenizer", "evaluation.metrics", "data.hub"])
@@ -74,7 +74,7 @@ def test_text_of_an_option_is_that_text_whatever_it_looks_like(text):
     assert changed(override) == {"data": {"data_dir": text}}
 
 
-@pytest.mark.parametrize("name", ["2024", "my # data", "null", "a: b", "[a]", "010", "~", "'a"])
+@pytest.mark.parametrize("name", ["2024", "my # data", "null", "[a]"])
 def test_options_of_commands_are_text(tiny_recipe, tmp_path, monkeypatch, name):
     read = {}
 

@@ -37,23 +37,12 @@ def test_every_shipped_recipe_loads(name):
     assert load_recipe(name).name == name
 
 
-def test_the_demo_is_shipped():
-    assert "gpt/demo" in recipe_names()
-    recipe = load_recipe("gpt/demo")
-    assert recipe.offload.tier == "ssd"
-    assert recipe.training["max_steps"] >= 12
-    assert recipe.data.sequence_length * recipe.training["per_device_train_batch_size"] == 1024
-
-
 @pytest.mark.parametrize(
     ("name", "parameters", "layers", "dropout"),
     [
-        ("gpt2-small", 124_439_808, "12", "0.1"),
         ("gpt2-medium", 354_823_168, "24", "0.1"),
         ("bert-base", 109_514_298, "12", "0.1"),
         ("t5-base", 222_903_552, "12+12", "0.1"),
-        ("llama-1b", 1_235_814_400, "16", "0"),
-        ("llama-7b", 6_738_415_616, "32", "0"),
         ("llama-8b-layers4", 1_923_125_248, "4", "0"),
     ],
 )
@@ -107,12 +96,6 @@ def test_no_offload_section_means_no_offloading(tiny_recipe):
     assert load_recipe(tiny_recipe, ["offload.verify=checksum"]).offload.tier == OffloadConfig().tier
 
 
-def test_lean_activations_in_a_recipe(tiny_recipe):
-    recipe = load_recipe(tiny_recipe, ["offload={tier: none, recompute_elementwise: [norms, dropout]}"])
-    assert recipe.offload == OffloadConfig(tier="none", recompute_elementwise="norms,dropout")
-    assert "Did you mean 'norms'" in mistakes(tiny_recipe, "offload.recompute_elementwise=[norm]")
-
-
 def test_a_section_of_its_own_for_the_memory_mode(tiny_recipe):
     recipe = load_recipe(tiny_recipe, ["memory={mode: galore, rank: 8}"])
     assert (recipe.offload.memory_mode, recipe.offload.memory_mode_kwargs) == ("galore", {"rank": 8})
@@ -141,17 +124,6 @@ def test_a_section_of_its_own_for_sampling(tiny_recipe):
     assert load_recipe(tiny_recipe, ["offload.tier=ssd", "sampling={}"]).offload.sampling == SampledLinearConfig()
     assert "Did you mean 'ratio'" in mistakes(tiny_recipe, "sampling.ration=0.2")
     assert "set the same" in mistakes(tiny_recipe, "sampling.ratio=0.2", "offload.sampled_linear=0.3")
-
-
-def test_plain_words_of_yaml_mean_what_they_say(tiny_recipe):
-    recipe = load_recipe(
-        tiny_recipe,
-        ["training.save_strategy=no", "training.learning_rate=5e-4", "offload.verify=off", "training.bf16=true"],
-    )
-    assert recipe.training["save_strategy"] == "no"
-    assert recipe.training["learning_rate"] == 5e-4
-    assert recipe.offload.verify == "off"
-    assert recipe.training["bf16"] is True
 
 
 def test_all_mistakes_come_at_once(tiny_recipe):
@@ -198,27 +170,19 @@ def test_all_mistakes_come_at_once(tiny_recipe):
             "'bert' has no sequence-to-sequence language model",
         ),
         (["data={source: random-tokens, tokenizer: gpt2}"], "data.tokenizer: random-tokens are not text"),
-        (["data={source: random-tokens, streaming: true}"], "data.streaming: random-tokens are not text"),
-        (["data={source: random-tokens, text_column: body}"], "data.text_column: random-tokens are not text"),
         (["data={source: random-tokens, max_bytes: 1MB}"], "is for data.source=python-stdlib only"),
         (["data={source: random-tokens}", "training.max_steps=-1"], "random-tokens have no end"),
         (["model.dtype=float8"], "model.dtype='float8' is unknown"),
-        (["model=7"], "model=7 is not a mapping"),
         (["data.tokenizer=null"], "data.tokenizer is missing"),
         (["data.tokenizer={train_bpe: 10}"], "too small: give 257 or more"),
-        (["data.tokenizer={train_bpe: many}"], "'many' is not a whole number"),
         (["data.tokenizer={train_unigram: 300}"], "unknown key 'train_unigram'"),
         (["data.max_bytes=1MB"], "is for data.source=python-stdlib only"),
         (["data.files=null"], "not none"),
         (["data.files=null", "data.source=wikipedia"], "data.source='wikipedia' is unknown"),
         (["data.files=null", "data.hub={split: train}"], "data.hub.name is missing"),
-        (["data.files=null", "data.hub={nam: x}"], "unknown key 'nam'. Did you mean 'name'?"),
-        (["data.sequence_length=1.5"], "data.sequence_length=1.5 is not a whole number"),
-        (["data.streaming=perhaps"], "neither true nor false"),
         (["data.streaming=true", "training.max_steps=-1"], "no known end"),
         (["training.offload=ssd"], "go into the section offload"),
         (["training.eval_strategy=steps"], "training.eval_strategy needs data.validation"),
-        (["offload.tier=floppy"], "tier='floppy' is unknown"),
         (["training.max_steps.more=1"], "training.max_steps is not a mapping"),
         (["training.max_steps=[1"], "not valid YAML"),
     ],
@@ -246,11 +210,8 @@ def test_values_of_the_training_section_that_mean_nothing(tiny_recipe, override,
     [
         ("warmup_steps=-1", "warmup_steps >= 0"),
         ("report_to=tensorbord", "report_to='tensorbord' is unknown"),
-        ("report_to=tensorbord", "Did you mean 'tensorboard'"),
         ("report_to=[none, wandbb]", "Did you mean 'wandb'"),
         ("optim=adamw_troch", "adamw_troch is not a valid OptimizerNames"),
-        ("save_strategy=sometimes", "sometimes is not a valid SaveStrategy"),
-        ("lr_scheduler_type=cosin", "cosin is not a valid SchedulerType"),
     ],
 )
 def test_what_transformers_refuses_of_the_training_section_is_an_error_of_the_recipe(tiny_recipe, override, part):
@@ -260,17 +221,10 @@ def test_what_transformers_refuses_of_the_training_section_is_an_error_of_the_re
 
 
 @pytest.mark.parametrize(
-    ("settings", "part"),
-    [
-        ({"n_embd": -1}, "section model|model.config"),
-        ({"n_head": 0}, "section model|model.config"),
-        ({"activation_function": "none such"}, "section model|model.config"),
-        ({"vocab_size": -5}, "section model|model.config"),
-        ({"n_embd": 65}, "section model|model.config"),
-    ],
+    "settings", [{"n_embd": -1}, {"n_head": 0}, {"activation_function": "none such"}, {"n_embd": 65}], ids=str
 )
-def test_what_the_library_refuses_of_a_configuration_is_an_error_of_the_recipe(tiny_recipe, settings, part):
-    with pytest.raises(OffloadConfigError, match=part):
+def test_what_the_library_refuses_of_a_configuration_is_an_error_of_the_recipe(tiny_recipe, settings):
+    with pytest.raises(OffloadConfigError, match=r"section model|model\.config"):
         recipe = load_recipe(tiny_recipe, [f"model.config={json.dumps({'n_layer': 1, 'n_positions': 32} | settings)}"])
         build_model(recipe, None, torch.device("meta"))
 
@@ -280,8 +234,10 @@ def test_a_reporter_that_is_not_installed_is_refused_before_the_training(tiny_re
         build_arguments(load_recipe(tiny_recipe, ["training.report_to=swanlab"]))
 
 
-@pytest.mark.parametrize("setting", ["training.output_dir", "data.cache_dir"])
-@pytest.mark.parametrize("place", ["file", "file/below", "ring", "ring/below", "x" * 300])
+@pytest.mark.parametrize(
+    ("setting", "place"),
+    [("training.output_dir", "file"), ("training.output_dir", "ring/below"), ("data.cache_dir", "file/below")],
+)
 def test_a_folder_that_cannot_be_one_is_blamed_itself(tiny_recipe, tmp_path, setting, place):
     (tmp_path / "file").write_text("x")
     (tmp_path / "ring").symlink_to("ring")

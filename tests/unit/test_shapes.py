@@ -9,6 +9,7 @@ from hf_offload.settings.models import known_model, model_names
 from hf_offload.settings.recipe_files import PRESETS, recipe_names
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.model import build_model
+from tests.helpers.tables import rows
 
 RANDOM = [
     "model.name=null",
@@ -23,24 +24,15 @@ RANDOM = [
     ("name", "task", "parameters"),
     [
         ("gpt/gpt2_full_ssd", "causal-lm", 124_439_808),
-        ("gpt/gpt2_xl_full_ssd", "causal-lm", 1_557_611_200),
         ("gpt/pythia_1b_full_ssd", "causal-lm", 1_011_781_632),
         ("gpt/pythia_6_9b_qlora_auto", "causal-lm", 6_857_302_016),
         ("bert/base_full_ssd", "masked-lm", 109_514_298),
-        ("bert/large_full_ssd", "masked-lm", 335_174_458),
-        ("bert/roberta_base_full_ssd", "masked-lm", 124_697_433),
         ("t5/base_full_ssd", "seq2seq-lm", 222_903_552),
         ("t5/large_full_ssd", "seq2seq-lm", 737_668_096),
-        (
-            "t5/flan_xl_lora_ssd",
-            "seq2seq-lm",
-            2_783_959_040,
-        ),  # without the head of its own, as transformers makes new ones
+        # Without the head of its own, as transformers makes new ones.
+        ("t5/flan_xl_lora_ssd", "seq2seq-lm", 2_783_959_040),
         ("llama/1b_full_ssd", "causal-lm", 1_235_814_400),
-        ("llama/3b_full_ssd", "causal-lm", 3_212_749_824),
-        ("llama/8b_full_ssd", "causal-lm", 8_030_261_248),
         ("llama/mistral_7b_qlora_auto", "causal-lm", 7_248_023_552),
-        ("llama/qwen3_8b_lora_ssd", "causal-lm", 8_190_735_360),
     ],
 )
 def test_a_shape_has_as_many_parameters_as_the_published_model(name, task, parameters):
@@ -108,7 +100,16 @@ PUBLISHED = {
 """Parameters, as the models' pages on the hub give them."""
 
 
-@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize(
+    "name",
+    rows(
+        model_names(),
+        quick=[
+            "bert-large", "distilbert-base", "roberta-base", "gemma-2b", "gemma2-2b", "gemma3-1b", "gpt2-xl", "llama-8b",
+            "mistral-7b", "phi-2", "phi-3-mini", "qwen2.5-0.5b", "qwen3-0.6b", "t5-3b",
+        ],
+    ),
+)  # fmt: skip
 def test_a_short_name_stands_for_the_published_model(name):
     found = find_workload(name)
     with torch.device("meta"):
