@@ -28,9 +28,8 @@ from hf_offload.interrupts import signals_deferred
 from hf_offload.storage.tier import Tier
 from hf_offload.structure.units import find_blocks
 from tests.faults.failing_calls import Hang
-from tests.faults.test_dropped_models import held_files
 from tests.faults.test_faulty_steps import assert_nothing_left
-from tests.helpers.package_threads import OurThreads
+from tests.helpers.package_threads import OurThreads, open_files
 from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model
 
 logger = logging.getLogger(__name__)
@@ -120,7 +119,7 @@ def run(request, tmp_path, no_collections, short_search):
     yield run
     run.end()
     threads.join(TIMEOUT_S)
-    assert held_files(tmp_path) == []
+    assert open_files(tmp_path) == []
 
 
 class Points:
