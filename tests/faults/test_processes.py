@@ -37,11 +37,6 @@ def test_runs_that_are_killed_leave_nothing_and_the_next_one_starts():
     kills(5)
 
 
-@pytest.mark.full
-def test_two_hundred_runs_that_are_killed_leave_nothing():
-    kills(200)
-
-
 # -- signals that a training hears -----------------------------------------------------------------------------------------
 
 
