@@ -99,6 +99,15 @@ def tiny_recipe(tmp_path, monkeypatch):
     return path
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors as small as those of tests only get slower when several threads share them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are as good as a tenth of the search makes them: what they keep to is the same."""

@@ -12,12 +12,12 @@ import functools
 import gc
 import itertools
 import random
+import sys
 import tempfile
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -282,18 +282,6 @@ def _within(program: Program, budget: int) -> _Found | str:
     return f"refused with {budget} bytes, which refusals named"
 
 
-def main(
-    count: Annotated[int, typer.Option(help="How many programs.")] = 1000,
-    first: Annotated[int, typer.Option(help="The seed of the first.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="This seed only.")] = None,
-    stop: Annotated[bool, typer.Option(help="Stop at the first that fails.")] = False,
-) -> None:
-    """Look for trainings that do not survive what breaks off."""
-    if seed is not None:
-        first, count = seed, 1
-    gc.freeze()
-    try_seeds(run, "tests.fuzz.broken_steps", first, count, stop)
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    gc.freeze()
+    sys.exit(try_seeds(run, "tests.fuzz.broken_steps"))

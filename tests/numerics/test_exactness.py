@@ -17,6 +17,7 @@ from tests.helpers.tables import rows
 from tests.helpers.tiny_models import NAMES, gradients, tiny_batch, tiny_model, weights
 
 STEPS = 2
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,15 +40,6 @@ def poisoned_memory():
     assert torch.empty(8).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors this small only get slower when several threads share them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # -- training, plain and offloaded -----------------------------------------------------------------------------------------
