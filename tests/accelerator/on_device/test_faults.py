@@ -23,6 +23,7 @@ from hf_offload.errors import TierFullError
 from tests.accelerator.on_device.training import Case, batch, build
 from tests.faults.failing_calls import ALL, Faults
 from tests.helpers.tiny_models import gradients
+from tests.helpers.train import assert_same
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_behind")
 CASE = Case()
@@ -54,11 +55,6 @@ def step(
     before_backward()
     loss.backward()
     return {name: gradient.cpu() for name, gradient in gradients(model).items()}
-
-
-def assert_same(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
-    assert expected.keys() == found.keys()
-    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
 
 
 class Run:

@@ -11,50 +11,12 @@ from torch import nn
 from hf_offload import OffloadConfig, attach
 from hf_offload.state.optimizer import streaming_of
 from hf_offload.state.shadow import Shadow
-from tests.accelerator.on_device.training import Case, batch, build
+from tests.accelerator.on_device.training import Case, batch, build, train_on_tiers
 from tests.helpers.tables import rows
+from tests.helpers.train import assert_same
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_behind")
 STEPS = 4
-
-
-def trained(case, place, tier="none", clip=True, fused=False):
-    model = build(case)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
-    session = attach(model, OffloadConfig(tier=tier, optimizer=place, min_bytes=0))
-    session.prepare_optimizer(optimizer)
-    session.defer_updates()
-    torch.manual_seed(7)
-    found = []
-    for step in range(STEPS):
-        for micro in range(case.accumulation):
-            loss = model(**batch(case, 10 * step + micro)).loss
-            loss.backward()
-            found.append(loss.detach().cpu())
-            del loss
-        if clip:
-            found.append(session.clip_grad_norm_(0.5).cpu())
-        optimizer.step()
-        optimizer.zero_grad()
-        session.end_step()
-    streaming = streaming_of(optimizer)
-    if streaming is not None:
-        streaming.finish()
-        assert any(record.state_bytes for record in streaming.records)
-        devices = {value.device.type for state in optimizer.state.values() for value in state.values() if value.dim()}
-        assert devices <= {"late"}
-    found += [parameter.detach().cpu() for parameter in model.parameters()]
-    state = optimizer.state_dict()["state"]
-    found += [value.cpu() for place in sorted(state) for _, value in sorted(state[place].items())]
-    session.detach()
-    return found
-
-
-def assert_same(expected, found):
-    assert len(expected) == len(found)
-    assert [
-        place for place, (one, other) in enumerate(zip(expected, found, strict=True)) if not torch.equal(one, other)
-    ] == []
 
 
 WAYS = list(itertools.product(("none", "ssd"), ("clipped", "accumulated"), ("ram", "ssd")))
@@ -68,11 +30,11 @@ QUICK = [
 def test_steps_on_the_device_have_the_same_bits(late, tier, way, place):
     clip, accumulation = {"clipped": (True, 1), "accumulated": (False, 2)}[way]
     case = Case(accumulation=accumulation)
-    expected = trained(case, "none", clip=clip)
+    expected = train_on_tiers(case, clip=clip)
     gc.collect()
     for seed in range(3):
         late.reseed(seed)
-        assert_same(expected, trained(case, place, tier=tier, clip=clip))
+        assert_same(expected, train_on_tiers(case, optimizer=place, tier=tier, clip=clip))
         gc.collect()
 
 

@@ -12,14 +12,14 @@ from torch import nn
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_offload import OffloadConfig, OffloadSession, attach, create_from_config
+from hf_offload import OffloadConfig, attach, create_from_config
 from hf_offload.errors import OffloadConfigError
-from tests.accelerator.on_device.training import Case, batch, build
+from tests.accelerator.on_device.training import Case, batch, build, park, train_on_tiers
 from tests.helpers.tables import rows
 from tests.helpers.tiny_models import NAMES
+from tests.helpers.train import assert_same
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_behind")
-STEPS = 3
 SETTINGS = {
     "ram": {"params": "ram"},
     "ssd": {"params": "ssd"},
@@ -33,54 +33,14 @@ PAIRS = [
 ]
 
 
-def park(model: nn.Module, **settings: str) -> OffloadSession:
-    session = attach(model, OffloadConfig(min_bytes=0, **{"tier": "none"} | settings))
-    if session.residency is not None:
-        session.residency.limit_bytes = 1
-    return session
-
-
-def trained(case: Case, frozen: bool = False, **settings: str) -> list[torch.Tensor]:
-    model = build(case)
-    if frozen:
-        for number, parameter in enumerate(model.parameters()):
-            parameter.requires_grad_(number % 3 == 0)
-    session = park(model, **settings)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=False)
-    session.prepare_optimizer(optimizer)
-    torch.manual_seed(7)
-    found = []
-    for step in range(STEPS):
-        for micro in range(case.accumulation):
-            loss = model(**batch(case, 10 * step + micro)).loss
-            loss.backward()
-            found.append(loss.detach().cpu())
-            del loss
-        found.append(session.clip_grad_norm_(0.5).cpu())
-        optimizer.step()
-        optimizer.zero_grad()
-        session.end_step()
-    if settings:
-        assert session.residency.store.tier.stats.read_bytes > 0
-    with torch.no_grad():
-        found += [parameter.detach().cpu() for parameter in model.parameters()]
-    session.detach()
-    return found
-
-
-def assert_same(expected: list[torch.Tensor], found: list[torch.Tensor]) -> None:
-    assert len(expected) == len(found)
-    assert [place for place, pair in enumerate(zip(expected, found, strict=True)) if not torch.equal(*pair)] == []
-
-
 @pytest.mark.parametrize(("name", "settings"), PAIRS)
 def test_every_architecture_has_the_same_bits(late, name, settings):
     case = Case(name=name)
-    expected = trained(case)
+    expected = train_on_tiers(case)
     for seed in range(2):
         gc.collect()
         late.reseed(seed)
-        assert_same(expected, trained(case, **SETTINGS[settings]))
+        assert_same(expected, train_on_tiers(case, **SETTINGS[settings]))
     gc.collect()
 
 
@@ -90,11 +50,11 @@ RECOMPUTED = list(itertools.product((False, True), (None, "reentrant", "not reen
 @pytest.mark.parametrize(("frozen", "checkpointing"), rows(RECOMPUTED, quick=RECOMPUTED[::2]))
 def test_frozen_weights_accumulation_and_recomputation_have_the_same_bits(late, frozen, checkpointing):
     case = Case(name="llama", accumulation=2, checkpointing=checkpointing)
-    expected = trained(case, frozen)
+    expected = train_on_tiers(case, frozen=frozen)
     for seed, settings in enumerate(SETTINGS.values()):
         gc.collect()
         late.reseed(seed)
-        assert_same(expected, trained(case, frozen, **settings))
+        assert_same(expected, train_on_tiers(case, frozen=frozen, **settings))
     gc.collect()
 
 

@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 from hf_offload import OffloadConfig, OffloadSession, attach
+from hf_offload.state.optimizer import streaming_of
 from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model, weights
 
 STEPS = 3
@@ -128,3 +129,51 @@ def assert_exact(late: Any, case: Case, seeds: range = range(2), **settings: Any
         found, allocated = train_offloaded(case, **settings)
         assert differences(plain, found) == [], f"seed {seed}"
         assert allocated == expected, f"seed {seed}"
+
+
+def park(model: nn.Module, **settings: Any) -> OffloadSession:
+    """Weights leave the device after each use, where the settings move any."""
+    session = attach(model, OffloadConfig(min_bytes=0, **{"tier": "none"} | settings))
+    if session.residency is not None:
+        session.residency.limit_bytes = 1
+    return session
+
+
+def train_on_tiers(
+    case: Case, *, frozen: bool = False, clip: bool = True, fused: bool = False, **settings: Any
+) -> list[torch.Tensor]:
+    """Losses, norms, weights and optimizer state of a training, whose weights and state are where the settings say."""
+    model = build(case)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(not frozen or number % 3 == 0)
+    session = park(model, **settings)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=fused)
+    session.prepare_optimizer(optimizer)
+    session.defer_updates()
+    torch.manual_seed(7)
+    found = []
+    for step in range(STEPS):
+        for micro in range(case.accumulation):
+            loss = model(**batch(case, 10 * step + micro)).loss
+            loss.backward()
+            found.append(loss.detach().cpu())
+            del loss
+        if clip:
+            found.append(session.clip_grad_norm_(0.5).cpu())
+        optimizer.step()
+        optimizer.zero_grad()
+        session.end_step()
+    streaming = streaming_of(optimizer)
+    if streaming is not None:
+        streaming.finish()
+        assert any(record.state_bytes for record in streaming.records)
+        devices = {value.device.type for state in optimizer.state.values() for value in state.values() if value.dim()}
+        assert devices <= {"late"}
+    if session.residency is not None:
+        assert session.residency.store.tier.stats.read_bytes > 0
+    with torch.no_grad():
+        found += [parameter.detach().cpu() for parameter in model.parameters()]
+    state = optimizer.state_dict()["state"]
+    found += [value.cpu() for place in sorted(state) for _, value in sorted(state[place].items())]
+    session.detach()
+    return found
