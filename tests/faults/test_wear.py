@@ -10,16 +10,17 @@ import sys
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
 
-from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadTrainingArguments, offload_activations
+from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, offload_activations
 from hf_offload.cli.doctor import doctor
 from hf_offload.integrations.summary import summary_lines
 from hf_offload.storage import wear
 from hf_offload.storage.buffers import empty_at_phase
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.wear import Drive, Wear, drive_of, read_wear
-from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
+from tests.faults.trainers import trainer_in
+from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
+from tests.helpers.train import assert_same
 
 MIB = 1 << 20
 TIMEOUT_S = 60
@@ -256,21 +257,6 @@ def test_doctor_shows_the_count(tmp_path, folder, capsys):
 LIMIT = 64 << 10  # met in the first step
 
 
-def test_at_the_limit_activations_stay_and_steps_are_right(tmp_path, folder):
-    expected, found = tiny_model("gpt2"), tiny_model("gpt2")
-    torch.manual_seed(0)
-    for _ in range(3):
-        one_step(expected)
-    torch.manual_seed(0)
-    with offload_activations(found, settings(tmp_path, max_disk_write_bytes=LIMIT)) as session:
-        for _ in range(3):
-            one_step(found)
-            session.end_step()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(expected.parameters(), found.parameters(), strict=True))
-    assert 0 < session.stats.total.written_bytes <= LIMIT
-    assert session.stats.total.refused_bytes > 0
-
-
 def test_at_the_limit_ram_takes_over(tmp_path, folder):
     model = tiny_model("gpt2")
     with offload_activations(model, settings(tmp_path, max_disk_write_bytes=0, ram_budget="1GiB")) as session:
@@ -297,33 +283,20 @@ def test_at_the_limit_a_loop_stops_between_two_steps(tmp_path, folder):
 
 
 def test_at_the_limit_the_trainer_saves_and_goes_on_from_there(tmp_path, folder, caplog):
-    def trained(args, resume=None):
-        trainer = Trainer(model=tiny_model("gpt2"), args=args, train_dataset=ExampleDataset("gpt2", 24, seed=1))
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer
-
-    plain = {
-        "max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
-        "save_strategy": "steps", "save_steps": 100, "report_to": "none", "use_cpu": True, "disable_tqdm": True, "seed": 3,
-        "dataloader_pin_memory": False,
-    }  # fmt: skip
-    expected = trained(TrainingArguments(output_dir=str(tmp_path / "plain"), **plain))
-    flags = {
-        "offload": "ssd",
-        "offload_directory": str(tmp_path),
-        "offload_min_bytes": "0",
-        "output_dir": str(tmp_path / "ours"),
-    }
+    plain = {"max_steps": 4, "gradient_accumulation_steps": 2, "save_steps": 100}
+    expected = trainer_in(tmp_path / "plain", False, **plain)
+    expected.train()
     limit = {"offload_max_disk_write_bytes": str(LIMIT), "offload_on_disk_write_limit": "stop"}
+    stopped = trainer_in(tmp_path / "ours", True, offload_optimizer="none", **plain, **limit)
     with caplog.at_level(logging.WARNING):
-        stopped = trained(OffloadTrainingArguments(**plain, **flags, **limit))
+        stopped.train()
     assert stopped.state.global_step == 1
     assert "was reached in step 1" in caplog.text
     checkpoint = tmp_path / "ours" / "checkpoint-1"
     assert checkpoint.is_dir()
-    resumed = trained(OffloadTrainingArguments(**plain, **flags), str(checkpoint))
-    before, after = weights(expected.model), weights(resumed.model)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    resumed = trainer_in(tmp_path / "ours", True, offload_optimizer="none", **plain)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert_same(weights(resumed.model), weights(expected.model))
 
 
 def test_settings_that_cannot_be_meant():
