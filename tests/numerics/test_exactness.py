@@ -242,9 +242,8 @@ def test_same_bits_when_compiled(checkpointing, on_ssd):
     assert_exact(Case(name="llama", checkpointing=checkpointing, compiled=True), on_ssd)
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_same_bits_from_ram(accumulation):
-    _, tier = assert_exact(Case(name="gpt2", accumulation=accumulation), OffloadConfig(tier="ram", min_bytes=0))
+def test_same_bits_from_ram():
+    _, tier = assert_exact(Case(name="gpt2", accumulation=3), OffloadConfig(tier="ram", min_bytes=0))
     assert tier.stats.written_bytes > 0
 
 
@@ -384,11 +383,3 @@ def test_parts_of_a_storage_with_version_counters_of_their_own(make, on_ssd):
             assert session.stats.total.loaded_bytes > 0
         found.append(gradients(module))
     assert differences(*found) == []
-
-
-def test_empty_tensors(on_ssd):
-    layer = nn.Linear(8, 8)
-    with offload_activations(layer, on_ssd):
-        loss = layer(torch.randn(0, 8)).sigmoid().sum() + layer(torch.randn(3, 8)).sigmoid()[:0].exp().sum()
-        loss.backward()
-    assert torch.equal(layer.weight.grad, torch.zeros(8, 8))
