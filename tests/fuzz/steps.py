@@ -23,10 +23,9 @@ from hf_offload import OffloadConfig
 from hf_offload.session import attach
 from hf_offload.state import setting
 from hf_offload.state.optimizer import streaming_of
-from tests.fuzz.training import Stumbled, Trains
+from tests.fuzz.training import Stumbled, Trains, Unknown
 from tests.helpers.seed_search import try_seeds
 from tests.helpers.train import copied, same
-from tests.helpers.unusual_optimizers import Factored, FillsGradients, HasFactor, TrustRatio, WritesGradients
 
 KINDS: list[Callable[..., torch.optim.Optimizer]] = [
     torch.optim.AdamW,
@@ -39,11 +38,8 @@ KINDS: list[Callable[..., torch.optim.Optimizer]] = [
     torch.optim.Adagrad,
     torch.optim.Adafactor,
     torch.optim.Rprop,
-    Factored,
-    FillsGradients,
-    HasFactor,
-    TrustRatio,
-    WritesGradients,
+    Unknown,
+    Unknown,
 ]
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.bfloat16)
 PLACES = ("ram", "ssd")
