@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from hf_offload import OffloadConfig, OffloadSession, attach
 from hf_offload.state.optimizer import streaming_of
+from tests.helpers.architectures import make_batch, make_model
 from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model, weights
 
 STEPS = 3
@@ -38,16 +38,7 @@ class Case:
 
 
 def build(case: Case) -> nn.Module:
-    if case.name == "whisper":
-        torch.manual_seed(0)
-        config = transformers.WhisperConfig(
-            vocab_size=96, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
-            decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=8, max_source_positions=24,
-            max_target_positions=24, pad_token_id=0, bos_token_id=1, eos_token_id=1, decoder_start_token_id=1,
-        )  # fmt: skip
-        model: nn.Module = transformers.WhisperForConditionalGeneration(config)
-    else:
-        model = tiny_model(case.name)
+    model = make_model("whisper") if case.name == "whisper" else tiny_model(case.name)
     if case.checkpointing is not None:
         # The older name is a deprecated alias where the newer one exists.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -56,14 +47,7 @@ def build(case: Case) -> nn.Module:
 
 
 def batch(case: Case, seed: int) -> dict[str, torch.Tensor]:
-    if case.name == "whisper":
-        generator = torch.Generator().manual_seed(seed)
-        values = {
-            "input_features": torch.randn(2, 8, 48, generator=generator),
-            "labels": torch.randint(2, 96, (2, 12), generator=generator),
-        }
-    else:
-        values = tiny_batch(case.name, seed=seed)
+    values = make_batch("whisper", seed) if case.name == "whisper" else tiny_batch(case.name, seed=seed)
     return {name: value.to(case.device) for name, value in values.items()}
 
 
