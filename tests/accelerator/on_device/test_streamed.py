@@ -187,19 +187,6 @@ def test_what_somebody_reads_leaves_the_device_again(late, look):
     gc.collect()
 
 
-def test_a_state_dict_of_state_that_is_away_takes_no_memory_of_the_device(late):
-    run = Run("ssd", nothing)
-    streaming_of(run.optimizer).finish()
-    gc.collect()
-    before = torch.accelerator.memory_allocated("late:0")
-    state = run.optimizer.state_dict()["state"]
-    large = [value for place in state.values() for value in place.values() if value.nbytes >= 4096]
-    assert {value.device.type for value in large} == {"cpu"}
-    assert torch.accelerator.memory_allocated("late:0") == before
-    del run
-    gc.collect()
-
-
 def prepared(place, **options):
     torch.manual_seed(7)
     model = build(Case())

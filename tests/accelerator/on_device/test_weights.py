@@ -315,24 +315,6 @@ def test_training_holds_two_blocks_on_the_device(late):
     del optimizer, weights, units
 
 
-def test_a_state_dict_of_weights_that_are_away_takes_no_memory_of_the_device(late):
-    model = build(LLAMA)
-    session = park(model, params="ssd")
-    session.residency.let_all_leave()
-    gc.collect()
-    before = torch.accelerator.memory_allocated("late:0")
-    state = model.state_dict()
-    assert {value.device.type for value in state.values()} == {"cpu"}
-    assert torch.accelerator.memory_allocated("late:0") - before < 1 << 16
-    expected = [value.clone() for value in state.values()]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
-    session.residency.let_all_leave()
-    assert_same(expected, list(state.values()))
-    session.detach()
-
-
 def test_a_compiled_model_is_refused(late):
     model = build(LLAMA)
     model.compile(backend="eager")
