@@ -9,7 +9,6 @@ import gc
 import random
 import signal
 import sys
-import threading
 import weakref
 from pathlib import Path
 
@@ -22,9 +21,7 @@ from hf_offload.engine.recompute import Recompute
 from hf_offload.state import saved
 from hf_offload.state.optimizer import streaming_of
 from hf_offload.state.units import units_of
-from hf_offload.storage.tier import Tier
 from hf_offload.structure.units import find_blocks
-from tests.faults.failing_calls import TIMEOUT_S, Hang
 from tests.faults.interrupted import (
     PACKAGE,
     SIGNALS,
@@ -220,27 +217,6 @@ def test_no_function_of_the_package_runs_in_python_while_a_graph_goes(interrupte
     assert called == []
     training.session.end_step()
     interrupted.check_values(training, "the end of a graph")
-
-
-@pytest.mark.parametrize("kind", ["ssd"])
-def test_ctrl_c_while_the_engine_waits_for_a_drive_does_not_wait_for_it(interrupted, monkeypatch):
-    """The drive answers only when the step has been left."""
-    training = interrupted.begun()
-    hang = Hang(monkeypatch, "read_once")
-    monkeypatch.setattr(Tier, "stall_limit_s", TIMEOUT_S)  # Ctrl-C comes before patience ends
-    main = threading.get_ident()
-
-    def send():
-        assert hang.inside.wait(TIMEOUT_S)
-        signal.pthread_kill(main, signal.SIGINT)
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    with pytest.raises(KeyboardInterrupt):
-        training.step(1)
-    sender.join()
-    hang.end()
-    interrupted.check_values(training, "a wait")
 
 
 # -- of state and weights --------------------------------------------------------------------------------------------------

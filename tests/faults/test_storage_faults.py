@@ -14,7 +14,6 @@ from hf_offload.errors import OffloadConfigError, StorageError, TierFullError
 from hf_offload.storage import disk_io, ram
 from hf_offload.storage.buffers import empty_at_phase
 from hf_offload.storage.disk import DiskTier
-from hf_offload.storage.extents import Extents
 from hf_offload.storage.ram import RamTier
 
 MIB = 1 << 20
@@ -322,19 +321,6 @@ def test_idle_ram_arenas_make_way_for_a_larger_slot():
         tier.free(slot)
     tier.reserve(8 * MIB)
     assert tier.occupied_bytes == 8 * MIB
-    tier.close()
-
-
-def test_room_in_ram_is_found_without_asking_arenas_that_have_none(monkeypatch):
-    tier = RamTier(arena_bytes=MIB)
-    slots = [tier.reserve(MIB) for _ in range(20)]
-    free = slots[7].arena.extents
-    tier.free(slots[7])
-    asked, take = [], Extents.take
-    monkeypatch.setattr(Extents, "take", lambda self, nbytes: asked.append(self) or take(self, nbytes))
-    tier.reserve(MIB)
-    assert asked == [free]
-    assert tier.occupied_bytes == 20 * MIB
     tier.close()
 
 

@@ -198,24 +198,3 @@ def penalised(model, step, dtype):
 
 def test_a_block_whose_gradients_are_differentiated_again_never_does_it():
     assert not check(Block, penalised, steps=3, watched=1)
-
-
-def test_blocks_are_watched_until_a_backward_was_once_for_each_dtype_of_autocast():
-    block = Block()
-    blocks = ElementwiseBlocks({"": block})
-    blocks.apply([])
-    hooks = []
-
-    def count(autocast):
-        with contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast):
-            before = len(hooks)
-            loss = once(block, 0, torch.float)
-        loss.backward()
-        return len(hooks) - before
-
-    formulas = blocks._blocks[""]._formulas
-    watch = formulas.watch
-    formulas.watch = lambda *args: (hooks.append(None), watch(*args))
-    assert [count(None), count(None), count(torch.bfloat16), count(torch.bfloat16), count(None)][1::2] == [0, 0]
-    assert hooks
-    blocks.remove()

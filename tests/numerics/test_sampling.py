@@ -281,12 +281,6 @@ def test_winners_lower_the_error_on_peaked_rows():
     assert errors["wta-crs"] < 0.5 * errors["crs"]
 
 
-def test_signs_come_back_from_their_seed():
-    like = torch.zeros(1)
-    assert torch.equal(sampled_linears.signs((8, 3), 7, like), sampled_linears.signs((8, 3), 7, like))
-    assert not torch.equal(sampled_linears.signs((8, 3), 7, like), sampled_linears.signs((8, 3), 8, like))
-
-
 # ----------------------------------------------------------------------------------------------------- what stays exact
 
 
