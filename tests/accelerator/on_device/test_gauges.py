@@ -91,11 +91,6 @@ def test_a_report_says_the_device_and_counts_its_memory(late, tiny_recipe, monke
     assert memory["peak_bytes"] <= memory["peak_reserved_bytes"]
 
 
-def test_a_training_on_the_cpu_is_not_said_to_run_on_the_accelerator(late, tiny_recipe):
-    result = report(tiny_recipe)
-    assert result.machine["device"] == result.memory["device"] == "cpu"
-
-
 def test_what_a_tensor_costs_the_host_of_a_device_has_a_row(late):
     before = torch.accelerator.memory_allocated()
     result = CliRunner().invoke(app, ["bench", "overhead", "--tensors", "8", "--repetitions", "2", "--json"])
