@@ -150,6 +150,7 @@ class Interrupted:
         assert noticed == profiler.sent, f"Ctrl-C at {point} is lost"
         if profiler.sent:
             self.check_modes(point)
+            self.check_after_a_part(training)
             self.check_values(training, point)
         return profiler.sent
 
@@ -159,6 +160,9 @@ class Interrupted:
         assert not signals_deferred.is_on, f"at {point}"
         torch.autocast_increment_nesting()
         assert torch.autocast_decrement_nesting() == 0, f"at {point}"
+
+    def check_after_a_part(self, training):
+        """A part of a step was made, and is no more than that."""
 
     def check_values(self, training, point):
         error = ""
@@ -225,6 +229,28 @@ def check_random(interrupted, count, seed=0):
         delay_s = chance.uniform(0, step_s)
         assert interrupted.interrupt(Moment(delay_s), f"moment {number}, {1e3 * delay_s:.2f} ms")
     end(interrupted, threads)
+
+
+def check_in_turn(interrupted, points):
+    """Ctrl-C at one point after the other of the same step of one training, whose optimizer waits. How many were sent."""
+    training, sent = interrupted.begun(), 0
+    step, training.optimizer.step = training.optimizer.step, lambda: None
+    for point in points:
+        profiler, noticed = Points(point), False
+        try:
+            with profiler:
+                training.step(interrupted.before)
+        except KeyboardInterrupt:
+            noticed = True
+        finally:
+            sys.setprofile(None)
+        assert noticed == profiler.sent, f"Ctrl-C at {point} is lost"
+        interrupted.check_modes(point)
+        interrupted.check_after_a_part(training)
+        sent += profiler.sent
+    training.optimizer.step = step
+    interrupted.check_values(training, "all of them")
+    return sent
 
 
 def check_all(interrupted):
