@@ -5,7 +5,7 @@ from tests.faults.load import MIB, Load
 
 
 def test_sixty_four_threads_write_many_times_the_quota(tmp_path):
-    times, quota = 16, 8 * MIB
+    times, quota = 16, 4 * MIB
     tier = DiskTier(tmp_path, budget_bytes=quota, chunk_bytes=64 << 10)
     load = Load(tier, quota, times * quota, 128 << 10)
     load.run(64)
