@@ -170,10 +170,6 @@ def no_collections() -> Iterator[None]:
     handler raises is discarded.
     """
     gc.collect()
-    gc.freeze()
     gc.disable()
     yield
     gc.enable()
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()  # as it was

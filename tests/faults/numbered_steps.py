@@ -19,10 +19,10 @@ class Training:
     """
 
     def __init__(
-        self, folder, backwards=1, clips=False, in_backward=False, looks=False, saves=False, loads=False,
+        self, folder, backwards=1, clips=False, in_backward=False, looks=False, loads=False,
         evaluates=False, make=torch.optim.AdamW, prepare=None, **settings,
     ):  # fmt: skip
-        self.backwards, self.clips, self.looks, self.saves, self.loads = backwards, clips, looks, saves, loads
+        self.backwards, self.clips, self.looks, self.loads = backwards, clips, looks, loads
         self.evaluates = evaluates
         self.model = tiny_model("gpt2")
         self.batch = tiny_batch("gpt2")
@@ -58,10 +58,8 @@ class Training:
         if self.looks:
             for state in self.optimizer.state.values():
                 state["exp_avg"].mul_(0.5)
-        if self.saves or self.loads:
-            saved = self.optimizer.state_dict()
-            if self.loads:
-                self.optimizer.load_state_dict(saved)
+        if self.loads:
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
         if self.evaluates:
             try:
                 with torch.no_grad():

@@ -37,7 +37,7 @@ from tests.faults.test_faulty_steps import assert_nothing_left
 from tests.helpers.parked import leave_memory, parked
 from tests.helpers.train import same
 
-QUICK_POINTS = 4
+QUICK_POINTS = 3
 QUICK_MODES = 10
 QUICK_SIGNALS = 8
 
@@ -55,7 +55,6 @@ STATE = {
     "accumulated": {"backwards": 2, "clips": True},
     "in_backward": {"in_backward": True},
     "looked_at": {"looks": True},
-    "saved": {"saves": True},
     "loaded": {"loads": True},
 }
 WEIGHTS = {
