@@ -267,7 +267,7 @@ def counted(what: str) -> int:
     return int(torch.accelerator.memory_stats()[what])
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.full), 11])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.full), 17])
 @pytest.mark.parametrize("tier", ["ram", "ssd"])
 def test_whichever_allocation_fails_no_bit_is_wrong(late, tmp_path, expected, tier, every):
     """Reading ahead can do without the memory, and halves its window; whatever else lacks it says so, as it always does."""

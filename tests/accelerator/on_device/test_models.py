@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("nothing_stays_behind")
 @pytest.mark.parametrize("tier", EVERY_TIER)
 @pytest.mark.parametrize("name", [*(name for name in NAMES if name != "gpt2"), "whisper"])
 def test_models(late, name, tier):
-    assert_exact(late, Case(name=name), **TIERS[tier])
+    assert_exact(late, Case(name=name), range(1), **TIERS[tier])
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -33,7 +33,7 @@ def test_tiers(late, tier):
     ids=["accumulation", "reentrant", "non-reentrant", "retain_graph", "own_stream", "second_device"],
 )
 def test_ways_to_train(late, case, tier):
-    assert_exact(late, case, **TIERS[tier])
+    assert_exact(late, case, range(1), **TIERS[tier])
 
 
 @pytest.mark.parametrize("tier", ["ssd", "spill"])
@@ -41,7 +41,7 @@ def test_what_goes_in_chunks(late, tier, monkeypatch):
     """Records of a few pages each, in chunks of one, through a ring that has room for some of them."""
     monkeypatch.setattr("hf_offload.plan.rules._CHUNK_BYTES", 4096)
     monkeypatch.setattr("hf_offload.plan.rules.RING_BYTES", 32 << 10)
-    assert_exact(late, Case(), range(4), **TIERS[tier])
+    assert_exact(late, Case(), range(2), **TIERS[tier])
 
 
 @pytest.mark.full

@@ -32,7 +32,7 @@ def test_steps_on_the_device_have_the_same_bits(late, tier, way, place):
     case = Case(accumulation=accumulation)
     expected = train_on_tiers(case, clip=clip)
     gc.collect()
-    for seed in range(3):
+    for seed in range(2):
         late.reseed(seed)
         assert_same(expected, train_on_tiers(case, optimizer=place, tier=tier, clip=clip))
         gc.collect()
@@ -154,23 +154,23 @@ KINDS = {
 READS = [*((look, "uncleared") for look in LOOKS), ("nothing", "whole"), ("clipped", "whole"), ("norms", "momentum")]
 
 
-@pytest.mark.parametrize(("look", "kind"), READS)
-def test_whoever_reads_gradients_and_state_reads_their_bits(late, look, kind):
+@pytest.mark.parametrize(
+    ("look", "kind", "place"), [(*row, "ssd" if number % 2 else "ram") for number, row in enumerate(READS)]
+)
+def test_whoever_reads_gradients_and_state_reads_their_bits(late, look, kind, place):
     expected = Run("none", LOOKS[look], **KINDS[kind]).found
-    for seed, place in enumerate(("ram", "ssd")):
-        gc.collect()
-        late.reseed(seed)
-        assert_same(expected, Run(place, LOOKS[look], **KINDS[kind]).found)
+    gc.collect()
+    late.reseed(len(look))
+    assert_same(expected, Run(place, LOOKS[look], **KINDS[kind]).found)
     gc.collect()
 
 
-@pytest.mark.parametrize("place", ["ram", "ssd"])
-def test_large_weights_step_in_parts(late, place, monkeypatch):
+def test_large_weights_step_in_parts(late, monkeypatch):
     monkeypatch.setattr("hf_offload.state.update.CUT_ELEMENTS", 1024)
     monkeypatch.setattr("hf_offload.state.setting.part_bytes", lambda budget: 4096)
     expected = Run("none", of_moments).found
     gc.collect()
-    run = Run(place, of_moments)
+    run = Run("ssd", of_moments)
     streaming = streaming_of(run.optimizer)
     assert any(streaming.spans(parameter, None) for parameter in run.model.parameters())
     assert_same(expected, run.found)
@@ -178,7 +178,7 @@ def test_large_weights_step_in_parts(late, place, monkeypatch):
     gc.collect()
 
 
-@pytest.mark.parametrize("look", ["norms", "clipped", "scaled", "of_moments"])
+@pytest.mark.parametrize("look", ["norms", "of_moments"])
 def test_what_somebody_reads_leaves_the_device_again(late, look):
     run = Run("ram", LOOKS[look])
     largest = max(parameter.nbytes for parameter in run.model.parameters())
@@ -209,12 +209,11 @@ def scaled_steps(place):
     return found
 
 
-@pytest.mark.parametrize("place", ["ram", "ssd"])
-def test_a_fused_step_divides_a_whole_gradient_by_the_scale(late, place):
+def test_a_fused_step_divides_a_whole_gradient_by_the_scale(late):
     """Who reads the gradient after the step reads what memory has."""
     expected = scaled_steps("none")
     gc.collect()
-    assert_same(expected, scaled_steps(place))
+    assert_same(expected, scaled_steps("ram"))
 
 
 def interrupted_steps(place, monkeypatch):
