@@ -65,7 +65,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("way", "tier", "lean"), ROWS)
+@pytest.mark.parametrize(("way", "tier", "lean"), TABLE)
 def test_others_hooks_see_what_they_would_see_without_offloading(way, tier, lean, tmp_path, machine_with_drive):
     machine_with_drive(1e9)
     expected = found(WAYS[way], network())
