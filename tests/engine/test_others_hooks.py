@@ -60,7 +60,7 @@ def found(way: Callable[[Model, Tensor], Tensor], model: nn.Module, end_step: Ca
 
 
 # Each way with and without recompute, and on every other tier.
-ROWS = [
+TABLE = [
     (way, *row) for way, tier in zip(WAYS, itertools.cycle(("ram", "auto"))) for row in (("ssd", None), (tier, "exact"))
 ]
 
