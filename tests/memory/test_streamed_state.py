@@ -8,7 +8,7 @@ from hf_offload import OffloadConfig
 from hf_offload.session import attach
 from tests.helpers.live_bytes import peak_bytes_in_use
 
-LAYERS, WIDTH = 40, 1024
+LAYERS, WIDTH = 64, 1024
 
 
 def peak_of_training(place, folder):
