@@ -38,7 +38,7 @@ from tests.helpers.parked import leave_memory, parked
 from tests.helpers.train import same
 
 QUICK_POINTS = 3
-QUICK_MODES = 10
+QUICK_MODES = 30
 QUICK_SIGNALS = 8
 
 ACTIVATIONS = {
@@ -195,9 +195,8 @@ def test_ctrl_c_while_a_mode_is_switched_is_noticed_and_leaves_nothing(kind, int
     of_autocast = [point for point in points if Path(point[0]).name == "autocast_mode.py"]
     assert len(points) > 5
     assert of_autocast or kind == "auto"
-    chance = random.Random(0)
-    some = chance.sample(points, min(len(points), QUICK_MODES))
-    some += chance.sample(of_autocast, min(len(of_autocast), QUICK_MODES))
+    some = random.Random(0).sample(points, min(len(points), QUICK_MODES))
+    some += random.Random(0).sample(of_autocast, min(len(of_autocast), 2 * QUICK_MODES))
     assert check_in_turn(interrupted, some) > 0
 
 
