@@ -36,11 +36,10 @@ test: $(STAMP)  ## All tests but the slow ones; prints what was skipped and why
 test-full: $(STAMP)  ## All tests
 	$(PYTEST)
 
-faults: $(STAMP)  ## Nothing lost, nothing left behind: 200 runs killed, 2,000 rough steps, 100 GB through 4 GB, four processes (ten minutes)
+faults: $(STAMP)  ## Nothing lost, nothing left behind: 200 runs killed, 2,000 rough steps, 100 GB through 4 GB (ten minutes)
 	$(BIN)/python -m tests.faults.killed 200
 	$(BIN)/python -m pytest -m full --capture=no tests/memory/test_growth.py
-	$(BIN)/python -m tests.faults.load --gigabytes 100 --quota-gigabytes 4
-	$(BIN)/python -m tests.faults.load --gigabytes 5 --quota-gigabytes 1 --threads 16 --processes 4
+	$(BIN)/python -m tests.faults.load 100
 
 acceptance: $(STAMP)  ## Tests of accelerate, PEFT and, with TRL=<checkout>, TRL, and torch's tables, without and with offloading (half an hour; needs a package index)
 	$(BIN)/python -m tests.acceptance $(if $(TRL),--trl $(TRL))

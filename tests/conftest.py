@@ -86,6 +86,15 @@ def recipe(tmp_path, monkeypatch):
     return path
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors as small as those of tests only get slower when several threads share them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are as good as a tenth of the search makes them: what they keep to is the same."""
@@ -145,10 +154,6 @@ def no_collections() -> Iterator[None]:
     handler raises is discarded.
     """
     gc.collect()
-    gc.freeze()
     gc.disable()
     yield
     gc.enable()
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()  # as it was

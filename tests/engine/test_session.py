@@ -338,14 +338,6 @@ def test_ram_on_the_cpu_warns_that_it_saves_nothing(caplog):
         assert "saves no memory" in caplog.text
 
 
-def test_nothing_but_the_named_tier_is_left_over_after_none(tmp_path):
-    model = tiny_gpt2()
-    with offload_activations(model, OffloadConfig(tier="none")) as session:
-        model(TOKENS, labels=TOKENS).loss.backward()
-    assert hooks_on(model) == 0
-    assert session.stats.total.offloaded_bytes == 0
-
-
 def test_an_input_that_numpy_fills_again_is_another_input(tmp_path):
     def gradient(context):
         torch.manual_seed(0)

@@ -5,6 +5,7 @@ anywhere: opening files, storing, loading, counting what was written, closing.
 """
 
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -13,67 +14,33 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import track
-from torch import nn
 
-from hf_offload import OffloadConfig, attach, offload_activations
+from tests.helpers.train import Run, adamw, mlp, same, train
 
 LONGEST_S = 0.6
 
 
-def one_step(model: nn.Module) -> list[torch.Tensor]:
-    model.zero_grad()
-    model(torch.linspace(-1, 1, 64 * 64).reshape(64, 64)).square().mean().backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
+def trained(place: str, directory: Path | None, **settings: Any) -> list[Any]:
+    """What steps compute whose activations, weights, gradients and state are where the settings say."""
+    run, model = Run(place, directory, min_bytes=0, **settings), mlp()
+    optimizer = adamw(run, model)
+    train(run, model, optimizer, before=lambda _: run.log(run.clip(model, 0.1)))
+    run.log_all(model, optimizer)
+    for session in run.sessions:
+        session.detach()
+    return run.logged
 
 
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())])
-
-
-def streamed_steps(directory: Path | None, params: str = "none") -> list[torch.Tensor]:
-    """Weights after steps of an optimizer, whose state and gradients are in files if there is a directory, and is saved.
-    Weights are where ``params`` says.
-    """
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = OffloadConfig(tier="none")
-    if directory is not None:
-        config = OffloadConfig(tier="none", params=params, optimizer="ssd", directory=directory, min_bytes=0)
-    session = attach(model, config)
-    if session.residency is not None:
-        session.residency.limit_bytes = 1
-    session.prepare_optimizer(optimizer)
-    session.defer_updates()
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.linspace(-1, 1, 64 * 64).reshape(64, 64)).square().mean().backward()
-        session.clip_grad_norm_(0.1)
-        optimizer.step()
-    saved = optimizer.state_dict()["state"]
-    session.detach()
-    return [*(p.detach().clone() for p in model.parameters()), *(saved[place]["exp_avg"] for place in sorted(saved))]
-
-
-def train(directory: Path, sessions: int) -> bool:
+def train_right(directory: Path, sessions: int) -> bool:
     """Whether steps of that many sessions, one after the other, are right."""
-    model = make_model()
-    expected, expected_of_optimizer = one_step(model), streamed_steps(None)
-    config = OffloadConfig(tier="ssd", directory=directory, min_bytes=0, read_ahead_bytes=1)
-    for _ in range(sessions):
-        with offload_activations(model, config) as session:
-            for _ in range(3):
-                found = one_step(model)
-                session.end_step()
-                if not all(torch.equal(one, other) for one, other in zip(expected, found, strict=True)):
-                    return False
-        for params in ("none", "ssd"):
-            if not all(map(torch.equal, expected_of_optimizer, streamed_steps(directory, params))):
-                return False
-    return True
+    expected = trained("none", None)
+    kinds = itertools.cycle(("none", "ssd"))
+    settings = {"tier": "ssd", "read_ahead_bytes": 1}
+    return all(same(expected, trained("ssd", directory, params=next(kinds), **settings)) for _ in range(2 * sessions))
 
 
 def in_child(directory: Path, sessions: int) -> int:
@@ -82,7 +49,7 @@ def in_child(directory: Path, sessions: int) -> int:
     if pid == 0:
         code = 1
         try:
-            code = 0 if train(directory, sessions) else 2
+            code = 0 if train_right(directory, sessions) else 2
         finally:
             os._exit(code)
     return pid

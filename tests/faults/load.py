@@ -1,14 +1,10 @@
-"""Much at once, and much in all: ``python -m tests.faults.load --gigabytes 100``.
+"""Much at once, and much in all: ``python -m tests.faults.load 100`` moves so many GB through a quota of 4.
 
-Writes and reads back, compared byte by byte, far more than the tier may occupy, so that room is used again and again;
-``--processes 4`` does so in that many processes that share a directory, each with threads and a quota of its own.
+Writes and reads back, compared byte by byte, far more than the tier may occupy, so that room is used again and again.
 """
 
-import argparse
 import collections
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import threading
@@ -16,7 +12,6 @@ import time
 from pathlib import Path
 
 import torch
-from rich.progress import Progress
 
 from hf_offload.errors import TierFullError
 from hf_offload.storage.buffers import empty_at_phase
@@ -45,24 +40,15 @@ class Load:
         self._source = empty_at_phase(2 * slot_bytes, 64)
         self._source.random_(0, 256, generator=torch.Generator().manual_seed(seed))
 
-    def run(self, threads: int, progress: Progress | None = None) -> float:
+    def run(self, threads: int) -> float:
         """Seconds it took."""
         begin = time.perf_counter()
-        task = None if progress is None else progress.add_task("GB written", total=self.total_bytes / 1e9)
         keep = 2 * self.quota_bytes // (threads * self.slot_bytes) + 1
         workers = [threading.Thread(target=self._work, args=(seed, keep)) for seed in range(threads)]
         for worker in workers:
             worker.start()
-        try:
-            for worker in workers:
-                while worker.is_alive():
-                    worker.join(1.0)
-                    if progress is not None and task is not None:
-                        progress.update(task, completed=self.done_bytes / 1e9)
-        except KeyboardInterrupt:  # tell what was done until then
-            self.total_bytes = 0
-            for worker in workers:
-                worker.join()
+        for worker in workers:
+            worker.join()
         return time.perf_counter() - begin
 
     def _work(self, seed: int, keep: int) -> None:
@@ -110,53 +96,24 @@ class Load:
             return None
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--gigabytes", type=float, default=100)
-    parser.add_argument("--quota-gigabytes", type=float, default=4)
-    parser.add_argument("--slot-mebibytes", type=float, default=16)
-    parser.add_argument("--threads", type=int, default=64)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
-    args = parser.parse_args()
-    return run_alone(args) if args.processes == 1 else run_side_by_side(args)
-
-
-def run_side_by_side(args: argparse.Namespace) -> int:
-    """Every process tells its own figures; a file that any of them leaves is an error."""
-    command = [sys.executable, "-m", "tests.faults.load"]
-    for name in ("gigabytes", "quota_gigabytes", "slot_mebibytes", "threads"):
-        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    with tempfile.TemporaryDirectory(dir=args.directory) as folder:
-        processes = [subprocess.Popen([*command, "--directory", folder]) for _ in range(args.processes)]
-        codes = [process.wait() for process in processes]
-        left = list(Path(folder).iterdir())
-    sys.stdout.write(f"{args.processes} processes, {sum(map(bool, codes))} of them failed, {len(left)} files left\n")
-    return 1 if left or any(codes) else 0
-
-
-def run_alone(args: argparse.Namespace) -> int:
+def main(gigabytes: float = 100) -> int:
     torch.set_num_threads(1)
-    quota = int(args.quota_gigabytes * 1e9)
-    tier = DiskTier(args.directory, budget_bytes=quota)
-    load = Load(tier, quota, int(args.gigabytes * 1e9), int(args.slot_mebibytes * MIB), seed=os.getpid())
-    with Progress(disable=not sys.stderr.isatty()) as progress:
-        seconds = load.run(args.threads, progress)
+    quota, threads = 4 * 10**9, 64
+    tier = DiskTier(Path(tempfile.gettempdir()), budget_bytes=quota)
+    load = Load(tier, quota, int(gigabytes * 1e9), 16 * MIB)
+    seconds = load.run(threads)
     occupied, used, most = tier.occupied_bytes, tier.stats.used_bytes, tier.stats.peak_used_bytes
-    written = tier.stats.written_bytes
     tier.close()
     problems = [*load.errors]
-    problems += [f"{occupied} bytes of disk were occupied"] * (occupied > quota) + [f"{used} bytes are left in use"] * (
-        used > 0
-    )
+    problems += [f"{occupied} bytes of disk were occupied"] * (occupied > quota)
+    problems += [f"{used} bytes are left in use"] * (used > 0)
     line = (
-        f"{load.done_bytes / 1e9:.1f} GB stored ({written / 1e9:.1f} GB of it on disk) and read back by {args.threads} "
-        f"threads in {seconds:.0f} s, at most {most / 1e9:.2f} GB at once, {occupied / 1e9:.2f} GB of disk occupied, "
-        f"{len(problems)} errors"
+        f"{load.done_bytes / 1e9:.1f} GB stored and read back by {threads} threads in {seconds:.0f} s, at most "
+        f"{most / 1e9:.2f} GB at once, {occupied / 1e9:.2f} GB of disk occupied, {len(problems)} errors"
     )
     sys.stdout.write("\n".join([*problems, line]) + "\n")
     return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*map(float, sys.argv[1:])))

@@ -1,4 +1,4 @@
-"""A training whose steps depend on their number alone, in memory, or with its weights or its optimizer's state on a tier."""
+"""A training whose steps depend on their number alone, in memory, or with something of it on a tier."""
 
 import torch
 
@@ -14,26 +14,35 @@ PARKED = {"params": "ssd"}
 
 
 class Training:
-    """``folder`` is None for one in memory; ``settings`` are those of the config otherwise."""
+    """``folder`` is None for one in memory; ``settings`` are those of the config otherwise. With a tier of activations,
+    weights and state stay in memory. ``prepare`` is called with a model that is about to be offloaded.
+    """
 
     def __init__(
-        self, folder, backwards=1, clips=False, in_backward=False, looks=False, saves=False, loads=False,
-        evaluates=False, **settings,
+        self, folder, backwards=1, clips=False, in_backward=False, looks=False, loads=False,
+        evaluates=False, make=torch.optim.AdamW, prepare=None, **settings,
     ):  # fmt: skip
-        self.backwards, self.clips, self.looks, self.saves, self.loads = backwards, clips, looks, saves, loads
+        self.backwards, self.clips, self.looks, self.loads = backwards, clips, looks, loads
         self.evaluates = evaluates
         self.model = tiny_model("gpt2")
         self.batch = tiny_batch("gpt2")
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer = make(self.model.parameters(), lr=1e-2)
         self.session = None
-        if folder is not None:
-            files = {"directory": folder} if "ssd" in settings.values() else {}
-            self.session = attach(self.model, OffloadConfig(tier="none", min_bytes=SMALLEST, **files, **settings))
-            if self.session.residency is not None:
-                self.session.residency.limit_bytes = 1
-            self.session.prepare_optimizer(self.optimizer)
-            self.session.defer_updates()
-            self.session.update_in_backward(in_backward)
+        self._moves_activations = "tier" in settings
+        if folder is None:
+            return
+        if prepare is not None:
+            prepare(self.model)
+        files = {"directory": folder} if {"ssd", "auto"} & set(map(str, settings.values())) else {}
+        config = {"tier": "none", "min_bytes": SMALLEST, **files, **settings}
+        self.session = attach(self.model, OffloadConfig(**config))
+        if self._moves_activations:
+            return
+        if self.session.residency is not None:
+            self.session.residency.limit_bytes = 1
+        self.session.prepare_optimizer(self.optimizer)
+        self.session.defer_updates()
+        self.session.update_in_backward(in_backward)
 
     def step(self, number):
         self.optimizer.zero_grad()
@@ -49,16 +58,16 @@ class Training:
         if self.looks:
             for state in self.optimizer.state.values():
                 state["exp_avg"].mul_(0.5)
-        if self.saves or self.loads:
-            saved = self.optimizer.state_dict()
-            if self.loads:
-                self.optimizer.load_state_dict(saved)
+        if self.loads:
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
         if self.evaluates:
             try:
                 with torch.no_grad():
                     self.model.eval()(**self.batch)
             finally:
                 self.model.train()
+        if self._moves_activations and self.session is not None:
+            self.session.end_step()
 
     def run(self, first=0):
         """The steps from ``first`` on, and the values after them."""
@@ -76,10 +85,13 @@ class Training:
 
 
 def values_in_memory(training=Training):
-    """The values before the first step and after each one."""
-    plain = training(None)
-    found = [plain.values()]
+    """The values of a training in memory before the first step and after each one."""
+    return values_after_steps(training(None))
+
+
+def values_after_steps(training):
+    found = [training.values()]
     for number in range(STEPS):
-        plain.step(number)
-        found.append(plain.values())
+        training.step(number)
+        found.append(training.values())
     return found

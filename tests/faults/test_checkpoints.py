@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from hf_offload.cli.main import app
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
-from tests.faults import test_processes
-from tests.faults.test_processes import trainer_in
+from tests.faults import trainers
+from tests.faults.trainers import trainer_in
 from tests.helpers.tiny_models import weights
 
 STEPS = 5
@@ -140,7 +140,7 @@ def test_a_train_of_the_user_s_own_that_resumes(whole, tmp_path, monkeypatch):
     source, expected, _ = whole
     shutil.copytree(source, tmp_path / "run")
     damage(tmp_path / "run" / NEWEST, {"trainer_state.json": None})
-    monkeypatch.setattr(test_processes, "Trainer", Own)
+    monkeypatch.setattr(trainers, "Trainer", Own)
     trainer = trainer_in(tmp_path / "run", True, max_steps=STEPS)
     assert isinstance(trainer, Own)
     trainer.train()

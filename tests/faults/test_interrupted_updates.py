@@ -7,25 +7,19 @@ import pytest
 import torch
 from torch import nn
 
-from hf_offload import OffloadConfig, StorageError, attach
+from hf_offload import StorageError
 from hf_offload.state.optimizer import streaming_of
 from hf_offload.state.parts import Parts
 from hf_offload.state.shadow import Shadow
 from hf_offload.state.update import UpdateComputer
 from tests.faults.failing_calls import Faults
-from tests.helpers.train import batch, mlp, same, stream_in_parts
+from tests.helpers.train import Run, assert_same, batch, mlp, same, stream_in_parts
 
 
-def training(place="ssd", folder=None, defers=False, **settings):
+def begun(place="ssd", folder=None, **settings):
     """A model whose optimizer has made one step, so that there is state."""
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    if place != "none":
-        config = OffloadConfig(tier="none", optimizer=place, min_bytes=256, directory=folder, **settings)
-        session = attach(model, config)
-        session.prepare_optimizer(optimizer)
-        if defers:
-            session.defer_updates()
+    run, model = Run(place, folder, defers=False, **settings), mlp()
+    optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     backward(model, 0)
     optimizer.step()
     return model, optimizer
@@ -40,34 +34,37 @@ def values(model, optimizer):
     return [model.state_dict(), optimizer.state_dict()["state"]]
 
 
+@pytest.fixture
+def two_steps():
+    """The values after two steps in memory."""
+    model, optimizer = begun("none")
+    backward(model, 1)
+    optimizer.step()
+    return values(model, optimizer)
+
+
 @pytest.mark.parametrize("parts", [False, True])
-def test_an_interrupt_while_the_state_leaves_steps_no_weight_twice(parts, tmp_path, monkeypatch):
+def test_an_interrupt_while_the_state_leaves_steps_no_weight_twice(parts, two_steps, tmp_path, monkeypatch):
     if parts:
         stream_in_parts(monkeypatch)
-    found = []
-    for place in ("none", "ssd"):
-        model, optimizer = training(place, tmp_path)
-        backward(model, 1)
-        if place == "ssd":
-            park, left = UpdateComputer.park, [1]
+    model, optimizer = begun(folder=tmp_path)
+    backward(model, 1)
+    park, left = UpdateComputer.park, [1]
 
-            def interrupted(self, *args, park=park, left=left):
-                park(self, *args)
-                if left and left.pop():
-                    raise KeyboardInterrupt
+    def interrupted(self, *args):
+        park(self, *args)
+        if left and left.pop():
+            raise KeyboardInterrupt
 
-            with monkeypatch.context() as patch:
-                patch.setattr(UpdateComputer, "park", interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    optimizer.step()
-        else:
+    with monkeypatch.context() as patch:
+        patch.setattr(UpdateComputer, "park", interrupted)
+        with pytest.raises(KeyboardInterrupt):
             optimizer.step()
-        found.append(values(model, optimizer))
-    assert same(*found)
+    assert_same(values(model, optimizer), two_steps)
 
 
 def test_weights_that_are_loaded_after_a_step_that_failed_are_those_that_were_loaded(tmp_path, monkeypatch):
-    model, optimizer = training(folder=tmp_path)
+    model, optimizer = begun(folder=tmp_path)
     best = {name: value.clone() for name, value in model.state_dict().items()}
     backward(model, 1)
     streaming = streaming_of(optimizer)
@@ -85,15 +82,15 @@ def test_weights_that_are_loaded_after_a_step_that_failed_are_those_that_were_lo
 
 def test_new_state_that_the_drive_has_no_room_for_stays_in_memory(tmp_path, monkeypatch):
     stream_in_parts(monkeypatch)
-    expected = values(*training("none"))
-    model, optimizer = training(folder=tmp_path, disk_budget=64 << 10)
+    expected = values(*begun("none"))
+    model, optimizer = begun(folder=tmp_path, disk_budget=64 << 10)
     assert streaming_of(optimizer).state_store.refusal is not None
-    assert same(values(model, optimizer), expected)
+    assert_same(values(model, optimizer), expected)
 
 
 def test_parts_count_against_the_write_limit_as_what_is_written(tmp_path, monkeypatch):
     stream_in_parts(monkeypatch)
-    model, optimizer = training(folder=tmp_path)
+    model, optimizer = begun(folder=tmp_path)
     for number in range(1, 3):
         backward(model, number)
         optimizer.step()
@@ -104,68 +101,55 @@ def test_parts_count_against_the_write_limit_as_what_is_written(tmp_path, monkey
     assert limit.taken_bytes <= 1.1 * sum(tier.stats.written_bytes for tier in tiers)
 
 
-def test_a_gradient_that_is_added_to_is_not_that_of_the_step_before(tmp_path):
-    found = []
-    for place in ("none", "ssd"):
-        model = nn.Embedding(64, 64)
-        nn.init.ones_(model.weight)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        if place == "ssd":
-            session = attach(model, OffloadConfig(tier="none", optimizer="ssd", min_bytes=256, directory=tmp_path))
-            session.prepare_optimizer(optimizer)
-            session.defer_updates()
-        for step in range(3):
-            optimizer.zero_grad()
-            loss = model(torch.arange(64) % (step + 3)).square().sum()
-            loss.backward(retain_graph=True)
-            optimizer.step()
-        loss.backward()  # is added, while the update waits for the next forward
+def gradient_is_added_to(run):
+    """While the update waits for the next forward."""
+    model = nn.Embedding(64, 64)
+    nn.init.ones_(model.weight)
+    optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.arange(64) % (step + 3)).square().sum()
+        loss.backward(retain_graph=True)
         optimizer.step()
-        found.append(values(model, optimizer))
-    assert same(*found)
+    loss.backward()
+    optimizer.step()
+    run.log_all(model, optimizer)
 
 
-def test_a_second_optimizer_of_the_same_weights_steps_after_the_first(tmp_path):
-    found = []
-    for place in ("none", "ssd"):
-        model = mlp()
-        optimizers = [
-            torch.optim.AdamW(model.parameters(), lr=0.1),
-            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        ]
-        if place == "ssd":
-            session = attach(model, OffloadConfig(tier="none", optimizer="ssd", min_bytes=256, directory=tmp_path))
-            for optimizer in optimizers:
-                session.prepare_optimizer(optimizer)
-            session.defer_updates()
-        for number in range(3):
-            backward(model, number)
-            for optimizer in optimizers:
-                optimizer.step()
-        found.append([model.state_dict(), *(one.state_dict()["state"] for one in optimizers)])
-    assert same(*found)
-
-
-def test_clipping_after_a_step_is_not_of_that_step(tmp_path):
-    found = []
-    for place in ("none", "ssd"):
-        model = mlp()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        clip = torch.nn.utils.clip_grad_norm_
-        if place == "ssd":
-            session = attach(model, OffloadConfig(tier="none", optimizer="ssd", min_bytes=256, directory=tmp_path))
-            session.prepare_optimizer(optimizer)
-            session.defer_updates()
-        for number in range(3):
-            backward(model, number)
+def second_optimizer(run):
+    model = mlp()
+    optimizers = [
+        run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1)),
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)),
+    ]
+    for number in range(3):
+        backward(model, number)
+        for optimizer in optimizers:
             optimizer.step()
-            clip(model.parameters(), 1e-3) if place == "none" else session.clip_grad_norm_(1e-3)
-        found.append(values(model, optimizer))
-    assert same(*found)
+    for optimizer in optimizers:
+        run.log_all(model, optimizer)
+
+
+def clipping_after_a_step(run):
+    model = mlp()
+    optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    for number in range(3):
+        backward(model, number)
+        optimizer.step()
+        run.clip(model, 1e-3)
+    run.log_all(model, optimizer)
+
+
+@pytest.mark.parametrize("use", [gradient_is_added_to, second_optimizer, clipping_after_a_step])
+def test_an_update_that_waits_is_of_its_own_step(use, tmp_path):
+    runs = [Run("none", tmp_path), Run("ssd", tmp_path)]
+    for run in runs:
+        use(run)
+    assert_same(runs[1].logged, runs[0].logged)
 
 
 def test_an_array_of_a_gradient_that_is_leaving_keeps_its_values(tmp_path):
-    model, optimizer = training(folder=tmp_path)
+    model, optimizer = begun(folder=tmp_path)
     kept = {}
     for name, parameter in model.named_parameters():
 
@@ -180,36 +164,30 @@ def test_an_array_of_a_gradient_that_is_leaving_keeps_its_values(tmp_path):
     assert all(torch.equal(torch.from_numpy(array), value) for array, value in kept.values())
 
 
-def test_an_error_of_the_class_in_a_later_part_leaves_no_half_of_a_step(tmp_path, monkeypatch):
+def test_an_error_of_the_class_in_a_later_part_leaves_no_half_of_a_step(two_steps, tmp_path, monkeypatch):
     """As where an accelerator's memory is full for a moment: the rest of the step is computed with the next use."""
     stream_in_parts(monkeypatch)
-    found = []
-    for place in ("none", "ssd"):
-        model, optimizer = training(place, tmp_path)
-        backward(model, 1)
-        if place == "ssd":
-            own, calls = Shadow.step, []
+    model, optimizer = begun(folder=tmp_path)
+    backward(model, 1)
+    own, calls = Shadow.step, []
 
-            def failing(self, *args, own=own, calls=calls):
-                calls.append(args)
-                if len(calls) == 2:  # of the first weight
-                    raise torch.OutOfMemoryError("full")
-                return own(self, *args)
+    def failing(self, *args):
+        calls.append(args)
+        if len(calls) == 2:  # of the first weight
+            raise torch.OutOfMemoryError("full")
+        return own(self, *args)
 
-            with monkeypatch.context() as patch:
-                patch.setattr(Shadow, "step", failing)
-                with pytest.raises(torch.OutOfMemoryError):
-                    optimizer.step()
-            streaming_of(optimizer).finish()
-        else:
+    with monkeypatch.context() as patch:
+        patch.setattr(Shadow, "step", failing)
+        with pytest.raises(torch.OutOfMemoryError):
             optimizer.step()
-        found.append(values(model, optimizer))
-    assert same(*found)
+    streaming_of(optimizer).finish()
+    assert_same(values(model, optimizer), two_steps)
 
 
 def test_a_part_whose_state_could_not_be_stored_is_an_error_at_each_use(tmp_path, monkeypatch):
     stream_in_parts(monkeypatch)
-    model, optimizer = training(folder=tmp_path)
+    model, optimizer = begun(folder=tmp_path)
     backward(model, 1)
     with monkeypatch.context() as patch:
         patch.setattr(Parts, "write", functools.partialmethod(fail))

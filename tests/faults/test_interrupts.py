@@ -1,50 +1,47 @@
-"""Ctrl-C at any point of a step: it is always noticed, leaves nothing behind, and changes no later step.
+"""Ctrl-C at any point of a step: it is always noticed, leaves nothing behind, and the run that goes on has the same bits.
 
-Python runs a signal's handler where it calls a function or returns from one of C. Both are events of a profiler, so that a
-signal can be sent at every such point of the package, one after the other.
+A step of a streamed optimizer was taken or not, or one error says that it was half.
 """
 
-import contextlib
+import _weakrefset
+import functools
 import gc
-import importlib
-import itertools
-import logging
 import random
 import signal
 import sys
-import threading
-import time
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch import nn
 
-import hf_offload
-from hf_offload import OffloadConfig, SampledLinearConfig, attach, interrupts
+from hf_offload import SampledLinearConfig
 from hf_offload.engine.recompute import Recompute
-from hf_offload.interrupts import signals_deferred
-from hf_offload.storage.tier import Tier
+from hf_offload.state import saved
+from hf_offload.state.optimizer import streaming_of
+from hf_offload.state.units import units_of
 from hf_offload.structure.units import find_blocks
-from tests.faults.failing_calls import Hang
-from tests.faults.test_dropped_models import held_files
+from tests.faults.interrupted import (
+    PACKAGE,
+    SIGNALS,
+    Interrupted,
+    check_all,
+    check_in_turn,
+    check_random,
+    check_some,
+    used_bytes,
+)
+from tests.faults.numbered_steps import STREAMED, Training, values_after_steps
 from tests.faults.test_faulty_steps import assert_nothing_left
-from tests.helpers.package_threads import OurThreads
-from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model
+from tests.helpers.parked import leave_memory, parked, state_that_moves
+from tests.helpers.train import same
 
-logger = logging.getLogger(__name__)
+QUICK_POINTS = 3
+QUICK_MODES = 30
+QUICK_SIGNALS = 8
 
-PACKAGE = str(Path(hf_offload.__file__).parent)
-INTERRUPTS = interrupts.__file__
-SET = importlib.import_module("_signal").signal
-TIMEOUT_S = 60
-QUICK_POINTS = 6
-QUICK_MODES = 24
-QUICK_SIGNALS = 12
-SIGNALS = 200
-
-SETTINGS = {
+ACTIVATIONS = {
     "ssd": {"tier": "ssd", "read_ahead_bytes": 1},
     "ram": {"tier": "ram"},
     "auto": {"tier": "auto", "memory_budget": "1MiB"},
@@ -53,185 +50,162 @@ SETTINGS = {
     "tiled": {"tier": "ssd", "tiled_loss": "on", "tiled_mlp": "on", "tile_bytes": "4KiB"},
     "recompute": {"tier": "ssd"},
 }
+STATE = {
+    "lazy": {},
+    "accumulated": {"backwards": 2, "clips": True},
+    "in_backward": {"in_backward": True},
+    "looked_at": {"looks": True},
+    "loaded": {"loads": True},
+}
+WEIGHTS = {
+    "weights": {"optimizer": "none"},
+    "weights_and_state": {"optimizer": "ssd"},
+    "weights_and_state_in_backward": {"optimizer": "ssd", "in_backward": True},
+    "weights_evaluated": {"optimizer": "none", "evaluates": True},
+}
 
 
-class Run:
-    """Steps of a tiny model, each of which gives the same gradients unless it is interrupted."""
+def recompute_blocks(model):
+    model.config.use_cache = False  # what fills a cache cannot run twice
+    blocks = dict(find_blocks(model))
+    Recompute(blocks).apply(blocks)
 
-    def __init__(self, folder, kind):
-        self.kind = kind
-        self.model = tiny_model("gpt2")
-        self.batch = tiny_batch("gpt2")
+
+class Activations(Interrupted):
+    """Activations are on a tier. With ``auto``, it is the first step that has the most to leave behind."""
+
+    steps_in_memory = True
+
+    def __init__(self, kind, folder):
+        prepare = recompute_blocks if kind == "recompute" else None
+        training = functools.partial(Training, make=torch.optim.SGD, prepare=prepare, min_bytes=0, **ACTIVATIONS[kind])
+        self.before = 0 if kind == "auto" else 1
         changes_bits = kind in ("sampled", "tiled")
-        if not changes_bits:
-            self.expected = self._gradients()
-        where = {} if kind == "ram" else {"directory": folder}
-        self._config = OffloadConfig(min_bytes=0, **where, **SETTINGS[kind])
-        self._measures = kind == "auto"
-        if kind == "recompute":
-            self.model.config.use_cache = False  # what fills a cache cannot run twice
-            blocks = dict(find_blocks(self.model))
-            Recompute(blocks).apply(blocks)
-        self.session = attach(self.model, self._config)
-        if changes_bits:
-            self.expected = self.step()
+        super().__init__(training, folder, values_after_steps(training(folder)) if changes_bits else None)
 
-    def begin(self):
-        """Before what is to be interrupted: with ``auto``, it is the first step that has the most to leave behind."""
-        if self._measures:
-            self.session.detach()
-            self.session = attach(self.model, self._config)
-
-    def _gradients(self):
-        self.model.zero_grad()
-        torch.manual_seed(5)
-        self.model(**self.batch).loss.backward()
-        return gradients(self.model)
-
-    def step(self):
-        found = self._gradients()
-        self.session.end_step()
-        return found
-
-    def check(self):
-        """Nothing of an interrupted step is left, and the next one is right."""
+    def check_after_a_part(self, training):
         gc.collect()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        assert not signals_deferred.is_on
-        torch.autocast_increment_nesting()
-        assert torch.autocast_decrement_nesting() == 0  # or casts of weights would stay for good
         torch.ones(1, requires_grad=True).sum().backward()  # autograd keeps the nodes that were next in line
-        assert_nothing_left(self.session)
-        found = self.step()
-        assert found.keys() == self.expected.keys()
-        assert all(torch.equal(self.expected[name], found[name]) for name in found)
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert_nothing_left(training.session)
 
-    def end(self):
-        """Nothing is left of the session."""
-        self.session.detach()
-        assert _get_current_dispatch_mode() is None
+    def check_nothing_is_left(self, training, point):
+        assert_nothing_left(training.session)
+        training.session.detach()
 
 
-@pytest.fixture(params=list(SETTINGS))
-def run(request, tmp_path, no_collections, short_search):
-    threads = OurThreads()
-    run = Run(tmp_path, request.param)
-    yield run
-    run.end()
-    threads.join(TIMEOUT_S)
-    assert held_files(tmp_path) == []
+class State(Interrupted):
+    """The optimizer is on the drive."""
+
+    def __init__(self, kind, folder):
+        self.looks = STATE[kind].get("looks", False)
+        super().__init__(functools.partial(Training, optimizer="ssd", **STATE[kind]), folder)
+
+    def alike(self, found, expected):
+        # What the loop changes in the state itself it may have changed in part, as in memory.
+        return same(found[0], expected[0]) if self.looks else same(found, expected)
+
+    def go_on(self, training, expected):
+        if self.looks:
+            training.load(expected)
+
+    def check_error(self, error, point):
+        assert "checkpoint" in error, f"at {point}: {error}"
+
+    def check_nothing_is_left(self, training, point):
+        streaming = streaming_of(training.optimizer)
+        gc.collect()
+        kept = sum(one.nbytes for p in streaming.parameters() for one in state_that_moves(streaming, p))
+        granules = 4096 * 2 * len(streaming.records)
+        assert used_bytes(streaming.state_store, kept + granules) <= kept + granules, f"after {point}"
+        assert used_bytes(streaming.gradient_store, 0) == 0, f"after {point}"
 
 
-class Points:
-    """A profiler that notes each point of the package at which a handler can run, or sends a signal at one of them."""
+class Weights(Interrupted):
+    """Weights are on the drive."""
 
-    def __init__(self, wanted=None):
-        self.seen = {}
-        self.sent = False
-        self._wanted = wanted
+    def __init__(self, kind, folder):
+        self.options = WEIGHTS[kind]
+        self.steps_in_memory = self.options["optimizer"] == "none"
+        super().__init__(functools.partial(Training, params="ssd", **WEIGHTS[kind]), folder)
 
-    def __enter__(self):
-        sys.setprofile(self._event)
+    def check_error(self, error, point):
+        assert self.options.get("in_backward"), f"at {point}: {error}"
+        assert "half a step: go on from the last checkpoint" in error, f"at {point}: {error}"
 
-    def __exit__(self, *_):
-        sys.setprofile(None)
-
-    def _event(self, frame, event, _):
-        if event not in ("call", "c_return"):
-            return
-        if self._wanted is not None and (self.sent or (frame.f_code.co_name, frame.f_lasti) != self._wanted[1:3]):
-            return  # before the search for what led here, which takes longer than the step
-        if frame.f_code.co_name == "<genexpr>" and event == "call" and frame.f_lasti > 0:
-            return  # it may be on its way out: no instruction of it runs, and so no handler
-        point = _point(frame, event)
-        if point is None:
-            return
-        if self._wanted is None:
-            self.seen[point] = None
-        elif point == self._wanted:
-            self.sent = True
-            signal.raise_signal(signal.SIGINT)
+    def check_nothing_is_left(self, training, point):
+        saved._release(saved._in_use._units)
+        gc.collect()
+        residency = training.session.residency
+        assert [unit.name for unit in units_of(training.model).units if unit.uses] == [], f"after {point}"
+        leave_memory(training.session)
+        granules = sum(-(-weight.nbytes // 4096) * 4096 for weight in residency.weights())
+        assert used_bytes(residency.store, granules) <= granules, f"after {point}"
+        if not self.steps_in_memory:
+            streaming = streaming_of(training.optimizer)
+            assert used_bytes(streaming.gradient_store, 0) == 0, f"after {point}"
 
 
-def _point(frame, event):
-    """Where ``frame`` is, and the line of the package that led there; None outside of the package."""
-    here = (frame.f_code.co_filename, frame.f_code.co_name, frame.f_lasti, event)
-    for _ in range(10):
-        if frame is None:
-            return None
-        if frame.f_code.co_filename.startswith(PACKAGE):
-            return (*here, frame.f_code.co_filename, frame.f_lineno)
-        frame = frame.f_back
-    return None
+KINDS = dict.fromkeys(ACTIVATIONS, Activations) | dict.fromkeys(STATE, State) | dict.fromkeys(WEIGHTS, Weights)
 
 
-def points_of(run):
-    """All of them, in two steps."""
-    points = Points()
-    run.begin()
-    with points:
-        run.step()
-        run.step()
-    return list(points.seen)
+@pytest.fixture
+def interrupted(kind, tmp_path, no_collections, short_search, machine_with_drive):
+    machine_with_drive(1e9)
+    return KINDS[kind](kind, tmp_path)
 
 
-def interrupt_at(run, points):
-    """How many of the signals were sent: not all points are passed in every step, for I/O takes its time."""
-    sent = 0
-    for point in points:
-        profiler, noticed = Points(point), False
-        run.begin()
-        try:
-            with profiler:
-                run.step()
-                run.step()
-        except KeyboardInterrupt:
-            noticed = True
-        sys.setprofile(None)
-        assert noticed == profiler.sent, f"Ctrl-C at {point} is lost"
-        sent += profiler.sent
-        run.check()
-    return sent
-
-
-def test_ctrl_c_at_a_point_of_a_step_is_noticed_and_leaves_nothing(run):
-    points = points_of(run)
-    assert len(points) > 100
-    some = (point for point in random.Random(0).sample(points, 4 * QUICK_POINTS) if interrupt_at(run, [point]))
-    assert len(list(itertools.islice(some, QUICK_POINTS))) == QUICK_POINTS
-
-
-@pytest.mark.parametrize("run", ["auto", "sampled", "lean", "tiled", "recompute"], indirect=True)
-def test_ctrl_c_while_a_mode_is_switched_is_noticed_and_leaves_nothing(run):
-    """Python code of PyTorch's switches gradients, autocast and hooks: left half done, they stay switched for good."""
-    switches = {"grad_mode.py", "autocast_mode.py", "_python_dispatch.py", "graph.py", "overrides.py"}
-    points = [
-        point
-        for point in points_of(run)
-        if point[1] in ("__init__", "__enter__", "__exit__") and Path(point[0]).name in switches
-    ]
-    of_autocast = [point for point in points if Path(point[0]).name == "autocast_mode.py"]
-    assert len(points) > 5
-    assert of_autocast or run.kind == "auto"
-    assert interrupt_at(run, random.Random(0).sample(points, min(len(points), QUICK_MODES))) > 0
-    interrupt_at(run, random.Random(0).sample(of_autocast, min(len(of_autocast), QUICK_MODES)))
+@pytest.mark.parametrize("kind", KINDS)
+def test_ctrl_c_at_a_point_of_a_step_is_noticed_and_loses_nothing(interrupted):
+    check_some(interrupted, QUICK_POINTS)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_ctrl_c_at_every_point_of_a_step_is_noticed_and_leaves_nothing(run):
-    points = points_of(run)
-    assert interrupt_at(run, points) > len(points) / 2
+@pytest.mark.parametrize("kind", KINDS)
+def test_ctrl_c_at_every_point_of_a_step_is_noticed_and_loses_nothing(interrupted):
+    check_all(interrupted)
 
 
-def test_no_function_of_the_package_runs_in_python_while_a_graph_goes(run):
+@pytest.mark.parametrize("kind", ["ssd"])
+def test_ctrl_c_at_random_moments(interrupted):
+    check_random(interrupted, QUICK_SIGNALS)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind != "weights_evaluated"]
+)  # evaluation's own loop has modes
+def test_two_hundred_ctrl_cs_at_random_moments(interrupted):
+    check_random(interrupted, SIGNALS)
+
+
+# -- of activations --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["auto", "sampled", "lean", "tiled", "recompute"])
+def test_ctrl_c_while_a_mode_is_switched_is_noticed_and_leaves_nothing(kind, interrupted):
+    """Python code of PyTorch's switches gradients, autocast and hooks: left half done, they stay switched for good."""
+    switches = {"grad_mode.py", "autocast_mode.py", "_python_dispatch.py", "graph.py", "overrides.py"}
+    points = [
+        point
+        for point in interrupted.points()
+        if point[1] in ("__init__", "__enter__", "__exit__") and Path(point[0]).name in switches
+    ]
+    of_autocast = [point for point in points if Path(point[0]).name == "autocast_mode.py"]
+    assert len(points) > 5
+    assert of_autocast or kind == "auto"
+    some = random.Random(0).sample(points, min(len(points), QUICK_MODES))
+    some += random.Random(0).sample(of_autocast, min(len(of_autocast), 2 * QUICK_MODES))
+    assert check_in_turn(interrupted, some) > 0
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_no_function_of_the_package_runs_in_python_while_a_graph_goes(interrupted):
     """Python discards what is raised there, Ctrl-C included."""
-    run.begin()
-    torch.manual_seed(5)
-    loss = run.model(**run.batch).loss
-    if run.session._engine is not None:
-        run.session._engine.transfer._wait_for_writes(0)
+    training = interrupted.begun()
+    loss = training.model(**training.batch).loss
+    training.session.settle()
     called = []
 
     def note(frame, event, _):
@@ -242,338 +216,74 @@ def test_no_function_of_the_package_runs_in_python_while_a_graph_goes(run):
     del loss
     sys.setprofile(None)
     assert called == []
-    run.session.end_step()
-    run.check()
+    interrupted.check_after_a_part(training)
+    training.session.end_step()
+    interrupted.check_values(training, "the end of a graph")
 
 
-def random_interrupts(run, count, seed):
-    chance = random.Random(seed)
-    begin = time.perf_counter()
-    run.step()
-    step_s = time.perf_counter() - begin
-    main, latest_s = threading.get_ident(), 0.0
-    for number in range(count):
-        sent, times = threading.Event(), []
-
-        delay_s = chance.uniform(0, 2 * step_s)
-
-        def send(sent=sent, times=times, delay_s=delay_s):
-            time.sleep(delay_s)
-            times.append(time.perf_counter())
-            signal.pthread_kill(main, signal.SIGINT)
-            sent.set()
-
-        sender = threading.Thread(target=send)
-        run.begin()
-        try:
-            sender.start()
-            while not sent.is_set():
-                run.step()
-        except KeyboardInterrupt:
-            times.append(time.perf_counter())
-        sender.join()
-        assert len(times) == 2, f"signal {number} is lost"
-        latest_s = max(latest_s, times[1] - times[0])
-        run.check()
-    found = run.kind, count, 1e3 * latest_s, 1e3 * step_s
-    logger.info("%s: %d signals, each noticed within %.0f ms; a step takes %.0f ms.", *found)
+# -- of state and weights --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", ["ssd"], indirect=True)
-def test_ctrl_c_at_random_moments(run):
-    random_interrupts(run, QUICK_SIGNALS, seed=1)
+def test_ctrl_c_while_optimizers_are_looked_through_keeps_none_that_has_gone(tmp_path):
+    training = Training(tmp_path, **STREAMED)
+    training.step(0)
+    sent = []
 
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-def test_two_hundred_ctrl_cs_at_random_moments(run):
-    random_interrupts(run, SIGNALS, seed=2)
-
-
-# -- sections without handlers ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def raising():
-    """Handlers that raise an error of their own for two other signals."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGALRM)}
-
-    def handler(number, frame):
-        raise InterruptedError(number)
-
-    for number in before:
-        signal.signal(number, handler)
-    yield handler
-    for number, old in before.items():
-        signal.signal(number, old)
-
-
-def in_sections(inner, outer):
-    with signals_deferred:
-        with signals_deferred:
-            inner()
-        outer()
-
-
-def in_entry_points(inner, outer):
-    deferred = signals_deferred(inner)
-
-    def both():
-        deferred()
-        outer()
-
-    signals_deferred(both)()
-
-
-@pytest.mark.parametrize("nested", [in_sections, in_entry_points])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGALRM])
-def test_a_signal_waits_for_the_end_of_the_outermost_section(raising, number, nested):
-    handlers = signal.getsignal(number)
-    reached = []
-
-    def inner():
-        signal.raise_signal(number)
-        signal.raise_signal(number)
-        reached.append("inner")
-
-    with pytest.raises((KeyboardInterrupt, InterruptedError)):
-        nested(inner, lambda: reached.append("outer"))
-        reached.append("after")
-    assert reached == ["inner", "outer"]
-    assert signal.getsignal(number) is handlers
-    with signals_deferred:
-        pass  # it came once
-
-
-def test_an_entry_point_gives_what_its_function_gives_and_ends_with_its_error():
-    @signals_deferred
-    def halved(number, *, by=2):
-        assert signals_deferred.is_on
-        return number / by
-
-    assert halved.__name__ == "halved"
-    assert halved(6, by=3) == 2
-    with pytest.raises(ZeroDivisionError):
-        halved(6, by=0)
-    assert not signals_deferred.is_on
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_every_signal_that_came_in_a_section_is_handled(raising):
-    came = []
-    signal.signal(signal.SIGALRM, lambda number, frame: came.append((number, frame is not None)))
-    with pytest.raises(InterruptedError) as raised, signals_deferred:
-        signal.raise_signal(signal.SIGALRM)
-        signal.raise_signal(signal.SIGUSR1)
-    assert raised.value.args == (signal.SIGUSR1,)
-    assert came == [(signal.SIGALRM, True)]
-
-
-def test_a_section_can_be_left_where_it_waits_and_stays_a_section_until_then(raising):
-    reached = []
-    with pytest.raises(KeyboardInterrupt), signals_deferred:
-        try:
+    def send(frame, event, _):
+        if event == "call" and frame.f_code.co_name == "__exit__" and frame.f_code.co_filename == _weakrefset.__file__:
+            sys.setprofile(None)
+            sent.append(frame.f_lineno)
             signal.raise_signal(signal.SIGINT)
-            signals_deferred.deliver()
-        finally:
-            signal.raise_signal(signal.SIGINT)
-            reached.append("cleaned up")
-    assert reached == ["cleaned up"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
-
-def test_what_a_handler_sets_where_a_section_waits_stays_set():
-    """The first Ctrl-C is asked for, the second is to end the process."""
-    before = signal.signal(signal.SIGUSR2, lambda number, _: signal.signal(number, signal.SIG_IGN))
+    sys.setprofile(send)
     try:
-        with signals_deferred:
-            signal.raise_signal(signal.SIGUSR2)
-            signals_deferred.deliver()
-        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+        with pytest.raises(KeyboardInterrupt):
+            training.session.clip_grad_norm_(1.0)
     finally:
-        signal.signal(signal.SIGUSR2, before)
-
-
-def test_a_handler_that_runs_where_a_section_waits_has_sections_of_its_own(raising):
-    reached = []
-
-    def save(number, frame):
-        with signals_deferred:
-            signal.raise_signal(signal.SIGINT)
-            reached.append("saved")
-
-    signal.signal(signal.SIGUSR1, save)
-    with pytest.raises(KeyboardInterrupt), signals_deferred:
-        signal.raise_signal(signal.SIGUSR1)
-        signals_deferred.deliver()
-    assert reached == ["saved"]
-    assert not signals_deferred.is_on
-
-
-class Instructions:
-    """Calls ``act`` before each instruction with which a section begins and ends."""
-
-    def __init__(self, act):
-        self._act = act
-        self.passed = 0
-
-    def __enter__(self):
-        sys.settrace(self._event)
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def _event(self, frame, event, _):
-        if frame.f_code.co_filename != INTERRUPTS:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            self.passed += 1
-            self._act(self.passed)
-        return self._event
-
-
-def handlers():
-    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGALRM)}
-
-
-def test_sections_in_the_middle_of_the_beginning_and_the_end_of_another(raising):
-    """As of a finalizer that the garbage collector runs there: no signal is kept from its handler, then or later."""
-    before, inside, ran_inside = handlers(), [], []
-    signal.signal(signal.SIGUSR2, lambda number, _: ran_inside.append(bool(inside)))
-
-    def finalizer(number):
-        inside.append(number)
-        with signals_deferred:
-            pass
-        inside.clear()
-
-    instructions = Instructions(finalizer)
-    try:
-        with instructions, signals_deferred:
-            signal.raise_signal(signal.SIGUSR2)
-        assert instructions.passed > 50
-        assert handlers() == before
-        assert ran_inside == [False]
-        with pytest.raises(KeyboardInterrupt), signals_deferred:
-            signal.raise_signal(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-
-
-def test_a_model_that_goes_in_the_middle_of_a_section():
-    """It is garbage with its session, whose hooks leave this thread in a section."""
-    gone = []
-    for point in range(10, 200, 20):
-        gc.disable()  # what is young is found at once
-        model = tiny_model("gpt2")
-        session = attach(model, OffloadConfig(tier="ram"))
-        weakref.finalize(model, gone.append, point)
-        model.__dict__["itself"] = model
-        del model
-        instructions = Instructions(lambda passed, point=point: gc.collect(0) if passed == point else None)
-        with instructions, signals_deferred:
-            pass
-        gc.enable()
-        session.detach()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, point
-        if instructions.passed < point:
-            break
-        assert gone[-1] == point
-    assert len(gone) > 3
-
-
-def test_handlers_are_put_back_wherever_two_of_them_raise(raising):
-    """One of a signal that comes while they are put back, and one while that is mended."""
-    before = handlers()
-    instructions = Instructions(lambda passed: None)
-    with instructions, signals_deferred:
-        pass
-    assert instructions.passed > 50
-    for point in range(1, instructions.passed + 1):
-        sent = []
-
-        def send(number, point=point, sent=sent):
-            if number == point:
-                sent.append(number)
-                signal.raise_signal(signal.SIGALRM)
-
-        def send_again(frame, event, called, sent=sent):
-            if event == "c_call" and called is SET and len(sent) == 1:
-                sent.append("again")
-                signal.raise_signal(signal.SIGALRM)
-
-        with contextlib.suppress(InterruptedError), Instructions(send):
-            sys.setprofile(send_again)
-            with signals_deferred:
-                pass
         sys.setprofile(None)
-        assert handlers() == before, point
-        assert not signals_deferred.is_on
+    assert len(sent) == 1
+    gone = weakref.ref(streaming_of(training.optimizer))
+    training.session.detach()
+    del training
+    gc.collect()
+    assert gone() is None
 
 
-@pytest.mark.parametrize("section", [lambda: None, signals_deferred(lambda: None)], ids=["section", "entry_point"])
-def test_handlers_are_put_back_at_the_limit_of_recursion(section, raising):
-    before = handlers()
-
-    def recur():
-        with signals_deferred:
-            section()
-        section()
-        recur()
-
-    with pytest.raises(RecursionError):
-        recur()
-    assert handlers() == before
-    assert not signals_deferred.is_on
+@pytest.mark.parametrize("kind", ["weights_and_state"])
+@pytest.mark.parametrize(
+    "entry", ["saved.py pack", "saved.py unpack", "units.py using", "step.py arrived", "step.py step"]
+)
+def test_ctrl_c_where_pytorch_calls_the_package_loses_no_weight(entry, interrupted):
+    file, function = entry.split()
+    points = [each for each in interrupted.points() if each[0].endswith(f"/state/{file}") and each[1] == function]
+    assert any(interrupted.check(point) for point in (points[0], points[-1]))
 
 
-def test_signals_without_a_handler_are_left_alone():
-    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    try:
-        with signals_deferred:
-            assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
-            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGUSR2, before)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_array_that_is_made_after_ctrl_c_has_the_weight(phase, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(5)])
+    parked(model, tmp_path)
+    inputs = torch.ones(2, 64)
+    model(inputs).sum().backward()
 
+    def interrupt(*_):
+        raise KeyboardInterrupt
 
-def test_a_section_of_another_thread_defers_nothing():
-    inside, leave = threading.Event(), threading.Event()
-
-    @signals_deferred
-    def wait():
-        inside.set()
-        leave.wait(TIMEOUT_S)
-
-    def work():
-        with signals_deferred:
-            wait()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert inside.wait(TIMEOUT_S)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    leave.set()
-    thread.join()
-
-
-def test_ctrl_c_while_the_engine_waits_for_a_drive_does_not_wait_for_it(tmp_path, monkeypatch):
-    """The drive answers only when the step has been left."""
-    run = Run(tmp_path, "ssd")
-    hang = Hang(monkeypatch, "read_once")
-    monkeypatch.setattr(Tier, "stall_limit_s", TIMEOUT_S)  # Ctrl-C comes before patience ends
-    main = threading.get_ident()
-
-    def send():
-        assert hang.inside.wait(TIMEOUT_S)
-        signal.pthread_kill(main, signal.SIGINT)
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    with pytest.raises(KeyboardInterrupt):
-        run.step()
-    sender.join()
-    hang.end()
-    run.check()
-    run.end()
+    for layer in model:
+        if phase == "forward":
+            handle = model[3].register_forward_hook(interrupt)
+        else:
+            handle = model[2].register_full_backward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(inputs).sum().backward()
+        handle.remove()
+        array = layer.weight.detach().numpy()
+        expected = array.copy() + 1
+        with torch.no_grad():
+            layer.weight.add_(1)
+        for each in model:  # weights come, and let others leave
+            each(inputs)
+        assert (array == expected).all()
+        model(inputs)  # leaves what the interrupted one has entered
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
-from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
+from hf_offload import OffloadConfig, attach
 from hf_offload.engine.device import CpuDevice
+from tests.faults.trainers import trainer_in
 from tests.helpers.tables import rows
-from tests.helpers.tiny_models import ExampleDataset, gradients, tiny_batch, tiny_model, weights
+from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model, weights
 
 TIMEOUT_S = 250
 
@@ -36,39 +37,7 @@ def test_runs_that_are_killed_leave_nothing_and_the_next_one_starts():
     kills(5)
 
 
-@pytest.mark.full
-def test_two_hundred_runs_that_are_killed_leave_nothing():
-    kills(200)
-
-
 # -- signals that a training hears -----------------------------------------------------------------------------------------
-
-PLAIN = {
-    "max_steps": 5, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 2,
-    "logging_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True, "seed": 3,
-    "dataloader_pin_memory": False,
-}  # fmt: skip
-
-
-def trainer_in(folder, offloaded, callbacks=(), **others):
-    plain = {**PLAIN, "output_dir": str(folder), **others}
-    args = TrainingArguments(**plain)
-    if offloaded:
-        (folder.parent / "tier").mkdir(exist_ok=True)
-        args = OffloadTrainingArguments(
-            **plain,
-            offload="ssd",
-            offload_optimizer="ssd",
-            offload_directory=str(folder.parent / "tier"),
-            offload_min_bytes="0",
-            offload_read_ahead_bytes="1",
-        )
-    return Trainer(
-        model=tiny_model("gpt2"),
-        args=args,
-        train_dataset=ExampleDataset("gpt2", 24, seed=1),
-        callbacks=list(callbacks),
-    )
 
 
 class _Signal(TrainerCallback):

@@ -1,12 +1,10 @@
 """A drive that hangs: system calls that have begun and do not end."""
 
-import contextlib
 import errno
 import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +24,7 @@ from hf_offload.storage.spill import SpillTier
 from hf_offload.storage.tier import Tier
 from tests.faults.failing_calls import TIMEOUT_S, Hang
 from tests.helpers.loaded_processes import run_python
-from tests.helpers.package_threads import OurThreads
+from tests.helpers.package_threads import OurThreads, open_files
 
 MIB = 1 << 20
 
@@ -164,14 +162,6 @@ def test_a_drive_that_hangs_ends_its_measurement(tmp_path, monkeypatch, our_thre
 
 
 # -- calls that open, enlarge and close files ------------------------------------------------------------------------------
-
-
-def open_files(directory):
-    found = []
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them
-            found.append(str(link.readlink()))
-    return [name for name in found if name.startswith(str(directory))]
 
 
 @pytest.fixture

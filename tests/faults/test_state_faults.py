@@ -29,9 +29,17 @@ def stores_of(made):
     return stores if residency is None else [*stores, residency.store]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("which", [ALL, range(3, 5)], ids=["all", "some"])
-@pytest.mark.parametrize("number", [EIO, ENOSPC])
+SOME = range(3, 5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "which", "number"),
+    [
+        ("streamed", ALL, EIO), ("streamed", SOME, ENOSPC), ("weights", ALL, ENOSPC), ("weights", SOME, EIO),
+        ("both", ALL, EIO), ("both", SOME, ENOSPC),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_what_cannot_be_written_stays_in_memory(number, which, kind, tmp_path, monkeypatch, caplog):
     faults = Faults(monkeypatch, "write_once", number, which)
     made = Training(tmp_path, **KINDS[kind])

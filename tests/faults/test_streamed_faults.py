@@ -22,7 +22,7 @@ def expected():
 
 def test_a_read_that_fails_once_is_an_error_and_the_step_can_be_completed(expected, tmp_path, monkeypatch):
     errors = 0
-    for failing in range(0, 40, 5):
+    for failing in range(0, 40, 8):
         made = Training(tmp_path, **STREAMED)
         made.step(0)
         with monkeypatch.context() as patch:

@@ -5,22 +5,22 @@ import fcntl
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
 
-from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadTrainingArguments, offload_activations
+from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, offload_activations
 from hf_offload.cli.doctor import doctor
 from hf_offload.integrations.summary import summary_lines
 from hf_offload.storage import wear
 from hf_offload.storage.buffers import empty_at_phase
 from hf_offload.storage.disk import DiskTier
 from hf_offload.storage.wear import Drive, Wear, drive_of, read_wear
-from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
+from tests.faults.trainers import trainer_in
+from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
+from tests.helpers.train import assert_same
 
 MIB = 1 << 20
 TIMEOUT_S = 60
@@ -41,6 +41,13 @@ class File:
     @written_bytes.setter
     def written_bytes(self, nbytes):
         self.written["activations"] = nbytes
+
+
+def count(directory, nbytes):
+    file = File(directory)
+    counted = Wear([file])
+    file.written_bytes = nbytes
+    counted.keep()
 
 
 @pytest.fixture
@@ -101,28 +108,17 @@ def test_what_another_process_keeps_locked_is_counted_later(tmp_path, folder):
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b"\0" * 512, b'{"written_bytes": "many"}', b'{"written_bytes": 3}', b"[]", b"\xff" * 600]
-)
+    "damage",
+    [
+        b"", b"{", b"[]", b"[" * 600, b"9" * 600, b"\0" * 512, b"\xff" * 600, b'{"written_bytes": "many"}',
+        b'{"written_bytes": 3}', b'{"written_bytes": Infinity, "since": "x"}',
+    ],
+)  # fmt: skip
 def test_a_damaged_count_begins_anew(tmp_path, folder, damage):
     folder.mkdir(parents=True)
     (folder / "made_up.json").write_bytes(damage)
-    file = File(tmp_path)
-    counted = Wear([file])
-    file.written_bytes = 5
-    counted.keep()
+    count(tmp_path, 5)
     assert read_wear(DRIVE)[0] == 5
-
-
-def test_a_folder_that_cannot_be_used_is_said_once(tmp_path, folder, caplog):
-    (tmp_path / "state").write_text("a file where the folder should be")
-    file = File(tmp_path)
-    counted = Wear([file])
-    for written in (5, 6):
-        file.written_bytes = written
-        counted.keep()
-    (found,) = counted.report()
-    assert (found.run_bytes, found.total_bytes, found.since) == (6, None, None)
-    assert caplog.text.count("training goes on without it") == 1
 
 
 def test_a_link_in_place_of_a_count_is_not_followed(tmp_path, folder, caplog):
@@ -130,10 +126,7 @@ def test_a_link_in_place_of_a_count_is_not_followed(tmp_path, folder, caplog):
     target = tmp_path / "precious"
     target.write_text("precious")
     (folder / "made_up.json").symlink_to(target)
-    file = File(tmp_path)
-    counted = Wear([file])
-    file.written_bytes = 5
-    counted.keep()
+    count(tmp_path, 5)
     assert target.read_text() == "precious"
     assert "training goes on without it" in caplog.text
 
@@ -148,52 +141,47 @@ class File:
     directory, written = Path("/"), collections.Counter()
 file = File()
 counted = wear.Wear([file])
-print("ready", flush=True)
-sys.stdin.readline()
-for count in range(int(sys.argv[1])):
+def count():
     file.written["activations"] += 3
     counted.keep()
+for times in (200, 10**9):
+    print("ready", flush=True)
+    if not sys.stdin.readline():
+        break
+    for _ in range(times):
+        count()
 """
 
 
-def counting(count):
-    return subprocess.Popen(
-        [sys.executable, "-c", COUNTING, str(count)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+def test_processes_side_by_side_lose_nothing_and_one_that_is_killed_leaves_a_whole_count_and_no_lock(tmp_path, folder):
+    command, pipes = [sys.executable, "-c", COUNTING], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    processes = [subprocess.Popen(command, text=True, **pipes) for _ in range(3)]
 
+    def go(processes):
+        for process in processes:
+            assert process.stdout.readline() == "ready\n"
+        for process in processes:
+            process.stdin.write("go\n")
+            process.stdin.flush()
 
-def test_processes_side_by_side_lose_nothing(folder):
-    processes = [counting(200) for _ in range(3)]
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    for process in processes:
+    go(processes)
+    killed, *others = processes
+    for process in others:
         process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0
-    assert read_wear(DRIVE)[0] == 3 * 200 * 3
-
-
-def test_a_process_that_is_killed_leaves_a_whole_count_and_no_lock(tmp_path, folder):
-    for round_ in range(3):
-        process = counting(10**9)
-        assert process.stdout.readline() == "ready\n"
-        process.stdin.write("go\n")
-        process.stdin.flush()
-        before = (read_wear(DRIVE) or (0,))[0]
-        while (read_wear(DRIVE) or (0,))[0] < before + 30:
-            assert process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=TIMEOUT_S)
-        total = read_wear(DRIVE)[0]
-        assert total >= before + 30
-        assert total % 3 == 0
-        assert [path.name for path in folder.iterdir()] == ["made_up.json"], round_
-    file = File(tmp_path)
-    counted = Wear([file])
-    file.written_bytes = 1
-    counted.keep()
+    assert killed.stdout.readline() == "ready\n"
+    together = read_wear(DRIVE)[0]
+    assert together == 3 * 200 * 3
+    killed.stdin.write("go\n")
+    killed.stdin.flush()
+    while read_wear(DRIVE)[0] < together + 30:
+        assert killed.poll() is None
+    killed.kill()
+    killed.communicate(timeout=TIMEOUT_S)
+    total = read_wear(DRIVE)[0]
+    assert total % 3 == 0
+    assert [path.name for path in folder.iterdir()] == ["made_up.json"]
+    count(tmp_path, 1)
     assert read_wear(DRIVE)[0] == total + 1
 
 
@@ -258,60 +246,15 @@ def test_the_summary_says_what_of_the_drive_s_life_is_used(tmp_path, folder):
     assert f"{total / 10**6:.3%} of the 976.56 KiB it is rated for" in lines[1]
 
 
-def test_the_count_is_kept_when_a_session_ends(tmp_path, folder):
-    model = tiny_model("gpt2")
-    with offload_activations(model, settings(tmp_path)) as session:
-        one_step(model)
-        session._engine.transfer._wait_for_writes(0)
-    assert read_wear(DRIVE)[0] > 0
-    assert read_wear(DRIVE)[0] == session.stats.total.written_bytes
-
-
 def test_doctor_shows_the_count(tmp_path, folder, capsys):
-    file = File(tmp_path)
-    counted = Wear([file])
-    file.written_bytes = 3 * MIB
-    counted.keep()
+    count(tmp_path, 3 * MIB)
     doctor([tmp_path], json=False, measure=False)
     assert "3.00 MiB written to it by offloading since 20" in " ".join(
         capsys.readouterr().out.replace("│", " ").split()
     )
 
 
-def test_a_state_folder_that_cannot_be_written_changes_no_training(tmp_path, folder, caplog):
-    (tmp_path / "state").write_text("a file where the folder should be")
-    expected, found = tiny_model("gpt2"), tiny_model("gpt2")
-    for model in (expected, found):
-        torch.manual_seed(0)
-        if model is expected:
-            one_step(model)
-        else:
-            with offload_activations(model, settings(tmp_path)) as session:
-                one_step(model)
-                session.end_step()
-                (line, drive) = summary_lines(session)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(expected.parameters(), found.parameters(), strict=True))
-    assert drive.endswith("written in this run.")
-    assert caplog.text.count("training goes on without it") == 1
-    assert line
-
-
 LIMIT = 64 << 10  # met in the first step
-
-
-def test_at_the_limit_activations_stay_and_steps_are_right(tmp_path, folder):
-    expected, found = tiny_model("gpt2"), tiny_model("gpt2")
-    torch.manual_seed(0)
-    for _ in range(3):
-        one_step(expected)
-    torch.manual_seed(0)
-    with offload_activations(found, settings(tmp_path, max_disk_write_bytes=LIMIT)) as session:
-        for _ in range(3):
-            one_step(found)
-            session.end_step()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(expected.parameters(), found.parameters(), strict=True))
-    assert 0 < session.stats.total.written_bytes <= LIMIT
-    assert session.stats.total.refused_bytes > 0
 
 
 def test_at_the_limit_ram_takes_over(tmp_path, folder):
@@ -340,33 +283,20 @@ def test_at_the_limit_a_loop_stops_between_two_steps(tmp_path, folder):
 
 
 def test_at_the_limit_the_trainer_saves_and_goes_on_from_there(tmp_path, folder, caplog):
-    def trained(args, resume=None):
-        trainer = Trainer(model=tiny_model("gpt2"), args=args, train_dataset=ExampleDataset("gpt2", 24, seed=1))
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer
-
-    plain = {
-        "max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
-        "save_strategy": "steps", "save_steps": 100, "report_to": "none", "use_cpu": True, "disable_tqdm": True, "seed": 3,
-        "dataloader_pin_memory": False,
-    }  # fmt: skip
-    expected = trained(TrainingArguments(output_dir=str(tmp_path / "plain"), **plain))
-    flags = {
-        "offload": "ssd",
-        "offload_directory": str(tmp_path),
-        "offload_min_bytes": "0",
-        "output_dir": str(tmp_path / "ours"),
-    }
+    plain = {"max_steps": 4, "gradient_accumulation_steps": 2, "save_steps": 100}
+    expected = trainer_in(tmp_path / "plain", False, **plain)
+    expected.train()
     limit = {"offload_max_disk_write_bytes": str(LIMIT), "offload_on_disk_write_limit": "stop"}
+    stopped = trainer_in(tmp_path / "ours", True, offload_optimizer="none", **plain, **limit)
     with caplog.at_level(logging.WARNING):
-        stopped = trained(OffloadTrainingArguments(**plain, **flags, **limit))
+        stopped.train()
     assert stopped.state.global_step == 1
     assert "was reached in step 1" in caplog.text
     checkpoint = tmp_path / "ours" / "checkpoint-1"
     assert checkpoint.is_dir()
-    resumed = trained(OffloadTrainingArguments(**plain, **flags), str(checkpoint))
-    before, after = weights(expected.model), weights(resumed.model)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    resumed = trainer_in(tmp_path / "ours", True, offload_optimizer="none", **plain)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert_same(weights(resumed.model), weights(expected.model))
 
 
 def test_settings_that_cannot_be_meant():

@@ -3,17 +3,16 @@
 import random
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.programs import DTYPES, OPERATIONS, STUMBLING, Instruction
-from tests.fuzz.runs import ENDINGS, Program, check, outcomes, rig_for, run, some_parameters
-from tests.helpers.seed_search import attempt
+from tests.fuzz.runs import ENDINGS, Program, check, outcomes, rig_for, some_parameters
 
 _NUMBER = st.integers(0, 63)
 _INSTRUCTION = st.builds(Instruction, st.sampled_from(OPERATIONS), _NUMBER, _NUMBER, _NUMBER)
 _FORWARD = st.lists(_INSTRUCTION, min_size=1, max_size=12).map(tuple)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @st.composite
@@ -33,14 +32,6 @@ def programs(draw: st.DrawFn) -> Program:
         read_ahead_bytes=draw(st.sampled_from((None, 0, 600))),
         room_bytes=draw(st.sampled_from((1 << 30, 1500))),
     )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @settings(max_examples=200, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -66,9 +57,3 @@ def test_programs_are_worth_their_name():
     assert ended > 80
     assert loaded > ended / 2
     assert set(OPERATIONS) - operations <= STUMBLING
-
-
-@pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.full) for first in range(0, 20_000, 2000)])
-def test_programs_from_seeds(first):
-    found = {seed: problems for seed in range(first, first + 2000) if (problems := attempt(run, seed))}
-    assert not found, f"python -m tests.fuzz --seed {min(found)}: {found[min(found)]}"

@@ -1,6 +1,7 @@
 """A tier that does what a test tells it to, and an engine on top of it."""
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
@@ -195,3 +196,34 @@ class Rig:
         assert self.transfer.ledger.own_bytes == 0, f"{self.transfer.ledger.own_bytes} bytes, of the engine's own"
         assert not self.transfer._consumed, "copies that may be evicted"
         assert self.transfer.ledger.kept_bytes == 0, f"{self.transfer.ledger.kept_bytes} bytes, kept by the plan"
+
+
+def leaf(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*size, generator=generator, dtype=dtype).requires_grad_()
+
+
+def sines(x: torch.Tensor, count: int, during_backward: Callable[..., None] | None = None) -> torch.Tensor:
+    """``count`` saved tensors in a row, each needed by one step of backward, after which ``during_backward`` is called."""
+    h = x
+    for _ in range(count):
+        h = h.sin()
+        if during_backward is not None:
+            h.register_hook(during_backward)
+    return h.sum()
+
+
+def compare(function: Callable[..., torch.Tensor], *leaves: torch.Tensor, rig: Rig | None = None) -> Rig:
+    """Gradients of ``function(*leaves)`` with and without the engine are equal to the bit. Returns the rig."""
+    expected = torch.autograd.grad(function(*leaves), leaves)
+    rig = rig or Rig()
+    with rig:
+        result = function(*leaves)
+    rig.settle()  # so that everything really is gone from memory before backward asks for it
+    found = torch.autograd.grad(result, leaves)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+    del result
+    rig.assert_nothing_left()
+    assert rig.stats.offloaded_bytes > 0
+    return rig

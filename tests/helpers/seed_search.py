@@ -1,66 +1,54 @@
-"""Trying many seeds from the command line: a progress bar, what failed, and how to go on after Ctrl-C."""
+"""Trying many seeds from the command line: what failed, and how to go on after Ctrl-C."""
 
+import argparse
 import logging
+import sys
 from collections.abc import Callable
 
 import torch
-import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 _SHOWN = 20
 _LINE_EVERY = 1000
 
 
-class LeftOut(str):
-    """Why a seed says nothing, in place of a problem."""
+def try_seeds(run: Callable[[int], list[str]], module: str) -> int:
+    """The command ``python -m MODULE``: calls ``run`` with many seeds. Its exit code is 1 if one of them found something.
 
-
-def try_seeds(run: Callable[[int], list[str]], module: str, first: int, count: int, stop: bool) -> None:
-    """Call ``run`` with ``count`` seeds from ``first`` on, and exit with 1 if one of them found something.
-
-    The last line is always ``N seeds, M failed, K left out``, and names the first seed that failed.
+    The last line is always ``N seeds, M failed``, and names the first seed that failed.
     """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}")
+    parser.add_argument("--count", type=int, default=10_000, help="How many seeds.")
+    parser.add_argument("--first", type=int, default=0, help="The first seed.")
+    parser.add_argument("--seed", type=int, help="This seed only.")
+    parser.add_argument("--stop", action="store_true", help="Stop at the first seed that fails.")
+    chosen = parser.parse_args()
+    first, count = (chosen.first, chosen.count) if chosen.seed is None else (chosen.seed, 1)
     logging.disable(logging.CRITICAL)  # tiers are full and writes fail on purpose
     torch.set_num_threads(1)
-    console, failed, left_out, done = Console(), [], 0, 0
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    failed, done = [], 0
     try:
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task(module, total=count)
-            for seed in range(first, first + count):
-                problems = attempt(run, seed)
-                done += 1
-                progress.advance(task)
-                if not console.is_terminal and done % _LINE_EVERY == 0:
-                    console.print(f"{done} of {count}, {len(failed)} failed", markup=False, highlight=False)
-                if problems and not failures(problems):
-                    left_out += 1
-                    console.print(f"seed {seed} is left out: {problems[0]}", markup=False, highlight=False)
-                elif problems:
-                    failed.append(seed)
-                    if len(failed) <= _SHOWN:
-                        console.print(f"seed {seed}: " + "\n    ".join(problems), markup=False, highlight=False)
-                    if stop:
-                        break
+        for seed in range(first, first + count):
+            problems = attempt(run, seed)
+            done += 1
+            if done % _LINE_EVERY == 0:
+                _say(f"{done} of {count}, {len(failed)} failed")
+            if not problems:
+                continue
+            failed.append(seed)
+            if len(failed) <= _SHOWN:
+                _say(f"seed {seed}: " + "\n    ".join(problems))
+            if failed and chosen.stop:
+                break
     except KeyboardInterrupt:
-        console.print(
-            f"Stopped. To go on: python -m {module} --first {first + done} --count {count - done}", markup=False
-        )
+        _say(f"Stopped. To go on: python -m {module} --first {first + done} --count {count - done}")
     again = f"; again with: python -m {module} --seed {failed[0]}" if failed else ""
-    console.print(f"{done} seeds from {first} on, {len(failed)} failed, {left_out} left out{again}", markup=False)
-    raise typer.Exit(1 if failed else 0)
+    _say(f"{done} seeds from {first} on, {len(failed)} failed{again}")
+    return 1 if failed else 0
 
 
-def failures(problems: list[str]) -> list[str]:
-    """Those that a seed has failed for."""
-    return [problem for problem in problems if not isinstance(problem, LeftOut)]
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def attempt(run: Callable[[int], list[str]], seed: int) -> list[str]:

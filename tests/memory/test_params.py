@@ -1,9 +1,7 @@
 """Weights on a tier are not in memory, and what is on the tier goes with them: counted by the allocator and by the tier."""
 
 import gc
-import os
 import weakref
-from pathlib import Path
 
 import peft
 import pytest
@@ -18,7 +16,7 @@ from hf_offload.state.weights import weights_at_a_time
 from hf_offload.storage.service import storage_of
 from tests.helpers.architectures import make_batch, make_model
 from tests.helpers.live_bytes import peak_bytes_in_use
-from tests.helpers.package_threads import OurThreads
+from tests.helpers.package_threads import OurThreads, open_files
 from tests.helpers.parked import leave_memory, parked
 
 WORDS = torch.arange(16).view(2, 8)
@@ -34,8 +32,7 @@ def weight_bytes(model):
     return sum(each.nbytes for each in map(parked_of, model.parameters()) if each.is_here)
 
 
-@pytest.mark.parametrize("place", ["ram", "ssd"])
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(("place", "checkpointed"), [("ram", True), ("ssd", False)])
 def test_weights_of_two_blocks_are_in_memory_at_most(place, checkpointed, tmp_path):
     model = gpt2()
     files = {"directory": tmp_path} if place == "ssd" else {}
@@ -135,8 +132,7 @@ def test_experts_that_no_token_chooses_are_not_read(tmp_path):
     assert stats.read_bytes > 8 * expert
 
 
-@pytest.mark.parametrize("place", ["ram", "ssd"])
-@pytest.mark.parametrize("optimizer", ["none", "ssd"])
+@pytest.mark.parametrize(("place", "optimizer"), [("ram", "ssd"), ("ssd", "none"), ("ssd", "ssd")])
 def test_nothing_is_left_on_the_tier_when_the_model_goes(place, optimizer, tmp_path):
     threads = OurThreads()
     model = gpt2()
@@ -163,11 +159,11 @@ def test_nothing_is_left_on_the_tier_when_the_model_goes(place, optimizer, tmp_p
     gc.collect()
     assert [each() for each in gone] == [None] * 4
     assert storage.disk.taken_bytes == storage.ram.taken_bytes == 0
-    assert not [link for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link).startswith(str(tmp_path))]
+    assert open_files(tmp_path) == []
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("name", ["gpt2", "llama", "falcon", "mixtral", "t5", "whisper"])
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "whisper"])
 def test_frozen_weights_are_written_once(name, tmp_path):
     model = peft.get_peft_model(
         make_model(name), peft.LoraConfig(r=2, target_modules=["q_proj", "query_key_value", "q", "c_attn"])

@@ -45,12 +45,12 @@ WAYS = {
     "all-ssd-lora-bfloat16": Way("ssd", "ssd", lora=True, precision="bfloat16"),
 }
 TABLE = list(itertools.product(ARCHITECTURES, WAYS))
-# Each architecture in two ways, and each way in turns.
+# Each architecture in one way, and each way in turns.
 QUICK = [
     (name, way)
     for place, name in enumerate(ARCHITECTURES)
     for number, way in enumerate(WAYS)
-    if (number - 3 * place) % len(WAYS) in (0, 1)
+    if (number - 3 * place) % len(WAYS) == 0
 ]
 
 

@@ -17,6 +17,7 @@ from tests.helpers.tables import rows
 from tests.helpers.tiny_models import NAMES, gradients, tiny_batch, tiny_model, weights
 
 STEPS = 2
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,15 +40,6 @@ def poisoned_memory():
     assert torch.empty(8).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors this small only get slower when several threads share them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # -- training, plain and offloaded -----------------------------------------------------------------------------------------
@@ -210,7 +202,7 @@ def on_ssd(tmp_path):
     ("name", "attention", "autocast"),
     rows(
         itertools.product(NAMES, ("sdpa", "eager"), (False, True)),
-        quick=[(name, *way) for name in NAMES for way in (("sdpa", False), ("eager", True))],
+        quick=[(name, *way) for name, way in zip(NAMES, itertools.cycle([("sdpa", False), ("eager", True)]))],
     ),
 )
 def test_same_bits_from_the_disk(name, attention, autocast, on_ssd):
@@ -221,7 +213,9 @@ def test_same_bits_from_the_disk(name, attention, autocast, on_ssd):
     ("name", "checkpointing", "autocast"),
     rows(
         itertools.product(NAMES, ("non-reentrant", "reentrant"), (False, True)),
-        quick=[(name, *way) for name in NAMES for way in (("non-reentrant", False), ("reentrant", True))],
+        quick=[
+            (name, *way) for name, way in zip(NAMES, itertools.cycle([("reentrant", True), ("non-reentrant", False)]))
+        ],
     ),
 )
 def test_same_bits_with_activation_checkpointing(name, checkpointing, autocast, on_ssd):
@@ -236,7 +230,7 @@ def test_a_recompute_inside_the_scope_moves_nothing(checkpointing, on_ssd):
 
 @pytest.mark.parametrize(
     ("name", "accumulation"),
-    rows(itertools.product(NAMES, (1, 3)), quick=[("gpt2", 1), *((name, 3) for name in NAMES)]),
+    rows(itertools.product(NAMES, (1, 3)), quick=[("gpt2", 1), ("llama", 3), ("t5", 3), ("mixtral", 3)]),
 )
 def test_same_bits_while_stores_and_loads_are_on_their_way(name, accumulation, on_ssd):
     assert_exact(Case(name=name, accumulation=accumulation, settled=False), on_ssd)
@@ -248,9 +242,8 @@ def test_same_bits_when_compiled(checkpointing, on_ssd):
     assert_exact(Case(name="llama", checkpointing=checkpointing, compiled=True), on_ssd)
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_same_bits_from_ram(accumulation):
-    _, tier = assert_exact(Case(name="gpt2", accumulation=accumulation), OffloadConfig(tier="ram", min_bytes=0))
+def test_same_bits_from_ram():
+    _, tier = assert_exact(Case(name="gpt2", accumulation=3), OffloadConfig(tier="ram", min_bytes=0))
     assert tier.stats.written_bytes > 0
 
 
@@ -390,11 +383,3 @@ def test_parts_of_a_storage_with_version_counters_of_their_own(make, on_ssd):
             assert session.stats.total.loaded_bytes > 0
         found.append(gradients(module))
     assert differences(*found) == []
-
-
-def test_empty_tensors(on_ssd):
-    layer = nn.Linear(8, 8)
-    with offload_activations(layer, on_ssd):
-        loss = layer(torch.randn(0, 8)).sigmoid().sum() + layer(torch.randn(3, 8)).sigmoid()[:0].exp().sum()
-        loss.backward()
-    assert torch.equal(layer.weight.grad, torch.zeros(8, 8))

@@ -1,6 +1,7 @@
 """The tiled loss against a float64 reference: no further from it than the usual way in the same dtype."""
 
 import copy
+import itertools
 import random
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from hf_offload.transforms.tiling.cut import Cut
 from hf_offload.transforms.tiling.head import TiledHead
 from hf_offload.transforms.tiling.sums import WideSum
+from tests.helpers.tables import rows
 
 # Errors are compared over all elements of a tensor: two roundings of the same number need not agree. A product of a few rows
 # in float32 adds up a thousand terms in another order than one of many rows, with any number of threads in yet another: the
@@ -62,8 +64,12 @@ def no_further_than_untiled(head, hidden, labels, tile_bytes, **options):
         assert error <= max(ROUNDING * usual, floor), (name, error / usual)
 
 
-@pytest.mark.parametrize("vocabulary", [1_000, 50_257, 262_144])
-@pytest.mark.parametrize("dtype", [torch.float, torch.bfloat16])
+VOCABULARIES = itertools.product((1_000, 50_257, 262_144), (torch.float, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"), rows(VOCABULARIES, quick=[(1_000, torch.bfloat16), (50_257, torch.float)])
+)
 def test_vocabularies(vocabulary, dtype):
     no_further_than_untiled(*problem(vocabulary, dtype=dtype), 4 * vocabulary * 20)
 

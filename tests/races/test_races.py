@@ -15,22 +15,12 @@ from tests.helpers.seeded_scheduler import Workers
 from tests.helpers.simulated_device import SimulatedDevice
 from tests.races.runs import expected, play, random_case, run
 
-_EACH = 100
-_USUAL = range(0, 200, _EACH)
-_MANY = range(200, 10_000, _EACH)
+_SEEDS = 200
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize("first", [*_USUAL, *(pytest.param(first, marks=pytest.mark.full) for first in _MANY)])
-def test_gradients_are_exact_in_every_order_that_events_allow(first):
-    found = {seed: problems for seed in range(first, first + _EACH) if (problems := attempt(run, seed))}
+def test_gradients_are_exact_in_every_order_that_events_allow():
+    found = {seed: problems for seed in range(_SEEDS) if (problems := attempt(run, seed))}
     assert not found, f"python -m tests.races --seed {min(found)}: {found[min(found)]}"
 
 

@@ -1,12 +1,15 @@
-"""Memory that is measured on an accelerator is the accelerator's, whichever it is, and reports say which one it was."""
+"""Memory and host time that are measured on an accelerator are its own, and reports say which one it was."""
 
+import json
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from benchmarks.measure import now_s, peak_bytes
+from hf_offload.cli.main import app
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.gauges import choose_gauge
 from hf_offload.training.report import TrainingReport
@@ -88,6 +91,11 @@ def test_a_report_says_the_device_and_counts_its_memory(late, tiny_recipe, monke
     assert memory["peak_bytes"] <= memory["peak_reserved_bytes"]
 
 
-def test_a_training_on_the_cpu_is_not_said_to_run_on_the_accelerator(late, tiny_recipe):
-    result = report(tiny_recipe)
-    assert result.machine["device"] == result.memory["device"] == "cpu"
+def test_what_a_tensor_costs_the_host_of_a_device_has_a_row(late):
+    before = torch.accelerator.memory_allocated()
+    result = CliRunner().invoke(app, ["bench", "overhead", "--tensors", "8", "--repetitions", "2", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in json.loads(result.stdout)["costs"]}
+    assert rows["from the device"]["pack"]["median_us"] > 0
+    assert rows["from the device"]["unpack_and_free"]["median_us"] > 0
+    assert torch.accelerator.memory_allocated() == before

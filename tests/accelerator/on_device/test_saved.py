@@ -13,6 +13,7 @@ from hf_offload import OffloadConfig, OffloadError, attach
 from hf_offload.state.optimizer import streaming_of
 from hf_offload.state.parked import Where
 from hf_offload.state.registry import parked_of
+from tests.helpers.train import assert_same
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_behind", "late")
 SIZE, LAYERS = 128, 6
@@ -44,13 +45,6 @@ def saved(state):
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, map_location="cpu", weights_only=True)
-
-
-def assert_same(expected, found):
-    leaves, others = torch.utils._pytree.tree_leaves(expected), torch.utils._pytree.tree_leaves(found)
-    assert len(leaves) == len(others)
-    for one, other in zip(leaves, others, strict=True):
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def host(state):

@@ -12,15 +12,15 @@ from torch import nn
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_offload import OffloadConfig, OffloadSession, attach, create_from_config
+from hf_offload import OffloadConfig, attach, create_from_config
 from hf_offload.errors import OffloadConfigError
-from tests.accelerator.on_device.training import Case, batch, build
+from tests.accelerator.on_device.training import Case, batch, build, park, train_on_tiers
 from tests.helpers.parked import let_weights_leave
 from tests.helpers.tables import rows
 from tests.helpers.tiny_models import NAMES
+from tests.helpers.train import assert_same
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_behind")
-STEPS = 3
 SETTINGS = {
     "ram": {"params": "ram"},
     "ssd": {"params": "ssd"},
@@ -34,54 +34,13 @@ PAIRS = [
 ]
 
 
-def park(model: nn.Module, **settings: str) -> OffloadSession:
-    session = attach(model, OffloadConfig(min_bytes=0, **{"tier": "none"} | settings))
-    if session.residency is not None:
-        session.residency.limit_bytes = 1
-    return session
-
-
-def trained(case: Case, frozen: bool = False, **settings: str) -> list[torch.Tensor]:
-    model = build(case)
-    if frozen:
-        for number, parameter in enumerate(model.parameters()):
-            parameter.requires_grad_(number % 3 == 0)
-    session = park(model, **settings)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=False)
-    session.prepare_optimizer(optimizer)
-    torch.manual_seed(7)
-    found = []
-    for step in range(STEPS):
-        for micro in range(case.accumulation):
-            loss = model(**batch(case, 10 * step + micro)).loss
-            loss.backward()
-            found.append(loss.detach().cpu())
-            del loss
-        found.append(session.clip_grad_norm_(0.5).cpu())
-        optimizer.step()
-        optimizer.zero_grad()
-        session.end_step()
-    if settings:
-        assert session.residency.store.tier.stats.read_bytes > 0
-    with torch.no_grad():
-        found += [parameter.detach().cpu() for parameter in model.parameters()]
-    session.detach()
-    return found
-
-
-def assert_same(expected: list[torch.Tensor], found: list[torch.Tensor]) -> None:
-    assert len(expected) == len(found)
-    assert [place for place, pair in enumerate(zip(expected, found, strict=True)) if not torch.equal(*pair)] == []
-
-
 @pytest.mark.parametrize(("name", "settings"), PAIRS)
 def test_every_architecture_has_the_same_bits(late, name, settings):
     case = Case(name=name)
-    expected = trained(case)
-    for seed in range(2):
-        gc.collect()
-        late.reseed(seed)
-        assert_same(expected, trained(case, **SETTINGS[settings]))
+    expected = train_on_tiers(case)
+    gc.collect()
+    late.reseed(len(name))
+    assert_same(expected, train_on_tiers(case, **SETTINGS[settings]))
     gc.collect()
 
 
@@ -91,11 +50,11 @@ RECOMPUTED = list(itertools.product((False, True), (None, "reentrant", "not reen
 @pytest.mark.parametrize(("frozen", "checkpointing"), rows(RECOMPUTED, quick=RECOMPUTED[::2]))
 def test_frozen_weights_accumulation_and_recomputation_have_the_same_bits(late, frozen, checkpointing):
     case = Case(name="llama", accumulation=2, checkpointing=checkpointing)
-    expected = trained(case, frozen)
+    expected = train_on_tiers(case, frozen=frozen)
     for seed, settings in enumerate(SETTINGS.values()):
         gc.collect()
         late.reseed(seed)
-        assert_same(expected, trained(case, frozen, **settings))
+        assert_same(expected, train_on_tiers(case, frozen=frozen, **settings))
     gc.collect()
 
 
@@ -284,8 +243,8 @@ USAGES: dict[str, Callable[[nn.Module], list[torch.Tensor]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("usage", USAGES)
-def test_whoever_reads_weights_reads_their_bits(late, usage):
+@pytest.mark.parametrize(("usage", "place"), zip(USAGES, itertools.cycle(("ram", "ssd"))))
+def test_whoever_reads_weights_reads_their_bits(late, usage, place):
     def found(**settings: str) -> list[torch.Tensor]:
         model = build(LLAMA)
         session = park(model, **settings)
@@ -295,10 +254,9 @@ def test_whoever_reads_weights_reads_their_bits(late, usage):
         return values
 
     expected = found()
-    for seed, place in enumerate(("ram", "ssd")):
-        gc.collect()
-        late.reseed(seed)
-        assert_same(expected, found(params=place))
+    gc.collect()
+    late.reseed(len(usage))
+    assert_same(expected, found(params=place))
     gc.collect()
 
 
@@ -353,24 +311,6 @@ def test_training_holds_two_blocks_on_the_device(late):
     assert here[1] == here[2]
     session.detach()
     del optimizer, weights, units
-
-
-def test_a_state_dict_of_weights_that_are_away_takes_no_memory_of_the_device(late):
-    model = build(LLAMA)
-    session = park(model, params="ssd")
-    let_weights_leave(session)
-    gc.collect()
-    before = torch.accelerator.memory_allocated("late:0")
-    state = model.state_dict()
-    assert {value.device.type for value in state.values()} == {"cpu"}
-    assert torch.accelerator.memory_allocated("late:0") - before < 1 << 16
-    expected = [value.clone() for value in state.values()]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
-    let_weights_leave(session)
-    assert_same(expected, list(state.values()))
-    session.detach()
 
 
 def test_a_compiled_model_is_refused(late):

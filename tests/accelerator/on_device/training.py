@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from hf_offload import OffloadConfig, OffloadSession, attach
+from hf_offload.state.optimizer import streaming_of
+from tests.helpers.architectures import make_batch, make_model
+from tests.helpers.parked import state_that_moves
 from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model, weights
 
 STEPS = 3
@@ -37,16 +39,7 @@ class Case:
 
 
 def build(case: Case) -> nn.Module:
-    if case.name == "whisper":
-        torch.manual_seed(0)
-        config = transformers.WhisperConfig(
-            vocab_size=96, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
-            decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=8, max_source_positions=24,
-            max_target_positions=24, pad_token_id=0, bos_token_id=1, eos_token_id=1, decoder_start_token_id=1,
-        )  # fmt: skip
-        model: nn.Module = transformers.WhisperForConditionalGeneration(config)
-    else:
-        model = tiny_model(case.name)
+    model = make_model("whisper") if case.name == "whisper" else tiny_model(case.name)
     if case.checkpointing is not None:
         # The older name is a deprecated alias where the newer one exists.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -55,14 +48,7 @@ def build(case: Case) -> nn.Module:
 
 
 def batch(case: Case, seed: int) -> dict[str, torch.Tensor]:
-    if case.name == "whisper":
-        generator = torch.Generator().manual_seed(seed)
-        values = {
-            "input_features": torch.randn(2, 8, 48, generator=generator),
-            "labels": torch.randint(2, 96, (2, 12), generator=generator),
-        }
-    else:
-        values = tiny_batch(case.name, seed=seed)
+    values = make_batch("whisper", seed) if case.name == "whisper" else tiny_batch(case.name, seed=seed)
     return {name: value.to(case.device) for name, value in values.items()}
 
 
@@ -128,3 +114,51 @@ def assert_exact(late: Any, case: Case, seeds: range = range(2), **settings: Any
         found, allocated = train_offloaded(case, **settings)
         assert differences(plain, found) == [], f"seed {seed}"
         assert allocated == expected, f"seed {seed}"
+
+
+def park(model: nn.Module, **settings: Any) -> OffloadSession:
+    """Weights leave the device after each use, where the settings move any."""
+    session = attach(model, OffloadConfig(min_bytes=0, **{"tier": "none"} | settings))
+    if session.residency is not None:
+        session.residency.limit_bytes = 1
+    return session
+
+
+def train_on_tiers(
+    case: Case, *, frozen: bool = False, clip: bool = True, fused: bool = False, **settings: Any
+) -> list[torch.Tensor]:
+    """Losses, norms, weights and optimizer state of a training, whose weights and state are where the settings say."""
+    model = build(case)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(not frozen or number % 3 == 0)
+    session = park(model, **settings)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=fused)
+    session.prepare_optimizer(optimizer)
+    session.defer_updates()
+    torch.manual_seed(7)
+    found = []
+    for step in range(STEPS):
+        for micro in range(case.accumulation):
+            loss = model(**batch(case, 10 * step + micro)).loss
+            loss.backward()
+            found.append(loss.detach().cpu())
+            del loss
+        if clip:
+            found.append(session.clip_grad_norm_(0.5).cpu())
+        optimizer.step()
+        optimizer.zero_grad()
+        session.end_step()
+    streaming = streaming_of(optimizer)
+    if streaming is not None:
+        streaming.finish()
+        assert any(state_that_moves(streaming, parameter) for parameter in model.parameters())
+        devices = {value.device.type for state in optimizer.state.values() for value in state.values() if value.dim()}
+        assert devices <= {"late"}
+    if session.residency is not None:
+        assert session.residency.store.tier.stats.read_bytes > 0
+    with torch.no_grad():
+        found += [parameter.detach().cpu() for parameter in model.parameters()]
+    state = optimizer.state_dict()["state"]
+    found += [value.cpu() for place in sorted(state) for _, value in sorted(state[place].items())]
+    session.detach()
+    return found

@@ -1,4 +1,4 @@
-"""Results of dropout that are made again, on devices whose kernels scale as they please."""
+"""Dropout that is made again on devices whose kernels scale as they please, and rows that are drawn there."""
 
 import copy
 
@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_offload import RecomputeElementwiseConfig
 from hf_offload.transforms.rematerialization import functions
 from hf_offload.transforms.rematerialization.apply import Rematerialization
 from hf_offload.transforms.rematerialization.functions import dropout_again, packed_dropout
+from hf_offload.transforms.sampling.linear import draw_rows
 
 DEVICE = torch.device("late:0")
 
@@ -107,3 +109,24 @@ def test_a_backend_whose_generator_cannot_be_put_back_is_left_alone(late, monkey
         assert dropout_again(torch.ones(8, device=DEVICE), 0.15) is None
         assert torch.equal(torch.get_rng_state(), before)
     assert dropout_again(torch.ones(8, device=DEVICE), 0.15) is not None
+
+
+class _NoSumsInAnyOrder(TorchDispatchMode):
+    """Refuses what CUDA refuses where algorithms have to be deterministic."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.cumsum.default and args[0].is_floating_point():
+            raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("keep_winners", [True, False])
+def test_rows_are_those_of_a_cpu_and_drawn_in_a_deterministic_way(late, keep_winners):
+    generator = torch.Generator().manual_seed(0)
+    importance = torch.rand(997, generator=generator).pow(4)
+    random = torch.rand(200, generator=generator, dtype=torch.double)
+    expected = draw_rows(importance, random, keep_winners=keep_winners)
+    with _NoSumsInAnyOrder():
+        found = draw_rows(importance.to("late:0"), random.to("late:0"), keep_winners=keep_winners)
+    assert torch.equal(found[0].cpu(), expected[0])
+    torch.testing.assert_close(found[1].cpu(), expected[1], rtol=1e-12, atol=0)
