@@ -93,11 +93,6 @@ def best_allocator() -> str:
     return next((name for name, (find, _, _) in _LIBRARIES.items() if find() is not None), "glibc-tuned")
 
 
-def installed_libraries() -> list[str]:
-    """The allocators that can be preloaded, the best first."""
-    return [name for name, (find, _, _) in _LIBRARIES.items() if sys.platform == "linux" and find() is not None]
-
-
 def current_allocator() -> str:
     """The allocator of this process: ``tcmalloc``, ``glibc-tuned``, ``glibc``, another preloaded one or the system's."""
     if sys.platform != "linux":

@@ -1,6 +1,5 @@
 """``hf-offload train``."""
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -42,9 +41,7 @@ def train(
             loaded = load_recipe(recipe, changes)
             from hf_offload.training.run import run_recipe  # slow: only a good recipe is worth the wait
 
-        given = [*([] if data_dir is None else ["--data-dir", str(data_dir)]), *(["--resume"] if resume else [])]
-        command = shlex.join(["hf-offload", "train", recipe, *(overrides or []), *given])
-        result = run_recipe(loaded, report=report, resume=resume, command=command)
+        result = run_recipe(loaded, report=report, resume=resume)
     rows = [("steps", str(result.steps))]
     if result.losses:
         rows.append(("loss", f"{result.losses[0]:.4f} first, {result.losses[-1]:.4f} last"))

@@ -50,7 +50,6 @@ class MemoryMode(abc.ABC):
         takes_fused: The optimizer has the option ``fused`` of ``torch.optim.AdamW``.
         alters_step: Forward and backward differ from those of the model without a mode. Plans of several modes count the step
             once for all that leave it alone.
-        card_library: The library that loads the trained model, as the Hub names it.
         uses_gradients: There is a backward. Without one, nothing is saved, and the optimizer's step takes a closure.
         replaces: Optimizers of scripts that the mode's takes the place of.
         keeps_groups: The optimizer has the groups of the one it replaces, each with its own learning rate
@@ -59,7 +58,6 @@ class MemoryMode(abc.ABC):
 
     takes_fused: ClassVar[bool] = False
     alters_step: ClassVar[bool] = True
-    card_library: ClassVar[str] = "transformers"
     uses_gradients: ClassVar[bool] = True
     replaces: ClassVar[tuple[type[torch.optim.Optimizer], ...]] = (torch.optim.AdamW, torch.optim.Adam)
     keeps_groups: ClassVar[bool] = False

@@ -12,6 +12,7 @@ import torch
 
 from hf_offload.allocator import current_allocator
 from hf_offload.errors import OffloadConfigError, OffloadError
+from hf_offload.settings.recipe_data import HubData
 from hf_offload.settings.recipes import RANDOM_TOKENS, Recipe
 from hf_offload.settings.shown import LONGEST, cropped
 from hf_offload.settings.text_files import reason_of
@@ -47,7 +48,6 @@ def run_recipe(
     evaluate: bool = True,
     around_step: AroundStep | None = None,
     callbacks: "Sequence[TrainerCallback]" = (),
-    command: str | None = None,
 ) -> TrainingReport:
     """Train what ``recipe`` describes, evaluate it on ``data.validation``, and save it with its tokenizer.
 
@@ -64,7 +64,6 @@ def run_recipe(
         evaluate: Whether there are evaluations, on the way and at the end. The rows that are trained on are the same without.
         around_step: Entered around each step.
         callbacks: For the Trainer.
-        command: What makes the same run again, for the report.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for what the recipe asks for and cannot have.
     """
@@ -130,9 +129,9 @@ def run_recipe(
     if completed and save and prepared is not None:
         with naming_full(output):
             trainer.save_model()
+            _write_card(recipe, trainer)
         logger.info(f"Saved in {recipe.output_dir}.")
     result = _describe(recipe, trainer, model, recording, offloading, meter, completed=completed, metrics=metrics)
-    result.command = command
     if report is not None:
         result.write(report)
     return result
@@ -216,6 +215,13 @@ def _evaluate(trainer: "Trainer") -> dict[str, float]:
 
 
 _OF_TIME = ("_runtime", "_per_second", "_preparation_time")
+
+
+def _write_card(recipe: Recipe, trainer: "Trainer") -> None:
+    """The Trainer's own model card, which has a section on memory where the training was offloaded."""
+    hub = recipe.data.hub
+    dataset = str(hub.name) if isinstance(hub, HubData) else recipe.data.source or "files"
+    trainer.create_model_card(model_name=recipe.name, tags=["hf_offload"], dataset=dataset)
 
 
 def _last_checkpoint(recipe: Recipe) -> str:

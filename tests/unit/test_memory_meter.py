@@ -329,6 +329,3 @@ def test_a_report_survives_its_file(tmp_path):
     report.write(tmp_path / "deep" / "report.json")
     assert TrainingReport.read(tmp_path / "deep" / "report.json") == report
     assert report.peak_over_baseline_bytes == 20
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(OffloadError, match="not a training report"):
-        TrainingReport.read(tmp_path / "other.json")
