@@ -25,7 +25,7 @@ from hf_offload.settings.recipe_data import RANDOM_TOKENS, DataRecipe, HubData
 from hf_offload.settings.recipe_files import find_recipe, recipe_names
 from hf_offload.settings.recipe_meta import META, MetaRecipe
 from hf_offload.settings.recipe_model import DTYPE_ALIASES, DTYPES, TASKS, ModelRecipe
-from hf_offload.settings.recipe_training import training_text, training_values
+from hf_offload.settings.recipe_training import TEXT, check_training, training_values
 from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import cropped, shown
@@ -155,8 +155,8 @@ def _offloading(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """:func:`read_recipe`, and what only the libraries can check: ``model.architecture`` and ``model.config``, the section
-    ``memory``.
+    """:func:`read_recipe`, and what only the libraries can check: ``model.architecture`` and ``model.config``, the sections
+    ``training`` and ``memory``.
 
     Raises :class:`OffloadConfigError` with every error in it. Libraries, which take seconds to load, are not asked about a
     recipe that is wrong anyway.
@@ -166,6 +166,8 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
     with collect_errors(f"recipe {recipe.name}") as check:
         with check, layers.located():
             recipe.model.check_library()
+        with check, layers.located():
+            check_training(recipe.training)
         with check, layers.located():
             recipe.offload.mode()
     return recipe
@@ -226,7 +228,7 @@ def _value(keys: Sequence[str], text: str, where: str) -> Any:
 def _as_text(keys: Sequence[str]) -> str:
     """How the value of ``keys`` is read (:attr:`~hf_offload.settings.classes.Form.as_text`)."""
     if keys[0] == "training":
-        return training_text(keys[1]) if len(keys) == 2 else NEVER
+        return ALWAYS if keys[1:] in ([name] for name in TEXT) else NEVER
     found: Any = Recipe
     if keys[0] == "sampling":
         keys = ("offload", "sampled_linear", *keys[1:])

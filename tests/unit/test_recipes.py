@@ -160,10 +160,7 @@ def test_plain_words_of_yaml_mean_what_they_say(tiny_recipe):
 def test_all_mistakes_come_at_once(tiny_recipe):
     message = mistakes(
         tiny_recipe,
-        "training.max_step=3",
-        "training.learning_rate=fast",
-        "training.save_total_limit=two",
-        "training.bf16=1",
+        "training.do_train=true",
         "offload.teir=ssd",
         "model.task=translation",
         "data.sequence_lenght=3",
@@ -172,16 +169,34 @@ def test_all_mistakes_come_at_once(tiny_recipe):
         "no_equals_sign",
     )
     for part in (
-        "TrainingArguments has no field 'max_step'. Did you mean 'max_steps'?",
-        "training.learning_rate='fast' is not of type float",
-        "training.save_total_limit='two' is not of type int or null",
-        "training.bf16=1 is not of type bool",
+        "training.do_train: a recipe always trains",
         "unknown key 'teir'. Did you mean 'tier'?",
         "model.task='translation' is unknown: choose one of causal-lm",
         "unknown key 'sequence_lenght'. Did you mean 'sequence_length'?",
         "exactly one of source, files and hub, not files and hub",
         "unknown section 'trainning'. Did you mean 'training'?",
         "'no_equals_sign' is not an override",
+    ):
+        assert part in message
+
+
+def test_all_mistakes_that_the_libraries_know_of_come_at_once(tiny_recipe):
+    message = mistakes(
+        tiny_recipe,
+        "training.max_step=3",
+        "training.learning_rate=fast",
+        "training.save_total_limit=two",
+        "training.bf16=1",
+        "model.config.n_layers_=2",
+        "memory={mode: galore, rnk: 3}",
+    )
+    for part in (
+        "TrainingArguments has no field 'max_step'. Did you mean 'max_steps'?",
+        "training.learning_rate='fast' is not of type float",
+        "training.save_total_limit='two' is not of type int or null",
+        "training.bf16=1 is not of type bool",
+        "gpt2 has no field 'n_layers_'",
+        "has no setting 'rnk'",
     ):
         assert part in message
 
