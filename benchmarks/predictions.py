@@ -71,7 +71,7 @@ def _with_prediction(text: str, prediction: Predicted) -> str:
     """The text of a recipe with its prediction, as the last entry of its section ``meta``."""
     entry = textwrap.indent(dump_yaml({PREDICTED: prediction.given}), "  ")
     text = re.sub(rf"(?m)^  {PREDICTED}:\n(?:    .*\n)*", "", text)
-    written, count = re.subn(rf"(?m)^{META}:\n(?:  .*\n)+", lambda found: found[0] + entry, text, count=1)
+    written, count = re.subn(rf"(?m)^{META}:.*\n(?:  .*\n)+", lambda found: found[0] + entry, text, count=1)
     if count != 1:
         raise OffloadConfigError(f"There is no section {META}, indented by two spaces, to write the prediction into.")
     return written

@@ -304,7 +304,7 @@ def test_a_prediction_needs_a_line_of_its_own(tiny):
     tiny.write_text(text)
     result = predict(tiny, "--write")
     assert result.exit_code == 1
-    assert "a mapping with a line for each key" in result.stderr
+    assert "to write the prediction into" in result.stderr
     assert tiny.read_text() == text
 
 
