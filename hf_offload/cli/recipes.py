@@ -1,10 +1,9 @@
-"""``hf-offload recipes``: recipes as text that stands alone, and how they are summed up in a line."""
+"""``hf-offload recipes``: recipes in a list, and as text that stands alone."""
 
 import dataclasses
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -30,7 +29,7 @@ Names = Annotated[list[str], typer.Argument(metavar="RECIPE", help="Shipped reci
 def list_recipes(
     family: Annotated[str | None, typer.Option(help="One family only, such as llama.")] = None,
 ) -> None:
-    """List the shipped recipes: model, method, and the GPU and peak memory each is meant for."""
+    """List the shipped recipes: what each is, and the GPU and peak memory it is meant for."""
     with clear_errors():
         families = sorted({name.partition("/")[0] for name in recipe_names()})
         if family is not None and family not in families:
@@ -39,14 +38,14 @@ def list_recipes(
             )
         table = make_table(
             "",
-            ("recipe", "model", "GPU", "peak", "method"),
+            ("recipe", "GPU", "peak", "summary"),
             "GPU: what it is meant for. peak: predicted there, weights included (hf-offload plan RECIPE).",
-            left=("model", "GPU", "method"),
+            left=("GPU", "summary"),
         )
         for name in recipe_names():
             if family is None or name.startswith(f"{family}/"):
-                meta, tree = read_meta(name), read_layers(find_recipe(name)).tree
-                cells = (name, model_of(tree), meta.target.gpu or "-", meta.prediction.peak or "-", method_of(tree))
+                meta = read_meta(name)
+                cells = (name, meta.target.gpu or "-", meta.prediction.peak or "-", meta.summary or "-")
                 table.add_row(*map(escape, cells))
         print_table(table)
 
@@ -124,31 +123,3 @@ def merged_text(layers: Layers) -> str:
 def layer_name(file: Path) -> str:
     """A layer's name among the shipped ones, or its path."""
     return shipped_name(file) or str(file)
-
-
-def method_of(tree: Mapping[str, Any]) -> str:
-    """How a recipe trains and where activations go, in words: ``lora + ssd, tiled``."""
-    offload = tree.get("offload") or {}
-    words = [str((tree.get("memory") or {}).get("mode", "full"))]
-    tier = str(offload.get("tier", "auto")) if "offload" in tree else "none"
-    if tier != "none":
-        words.append(tier)
-    extras = []
-    training = tree.get("training") or {}
-    if training.get("gradient_checkpointing") or training.get("activation_checkpointing"):
-        extras.append("recompute")
-    if "sampling" in tree or offload.get("sampled_linear") is not None:
-        extras.append("sampled")
-    if offload.get("recompute_elementwise", "off") not in ("off", "", False, None, []):
-        extras.append("elementwise")
-    if any(offload.get(name, "off") not in ("off", False) for name in ("tiled_loss", "tiled_mlp")):
-        extras.append("tiled")
-    return ", ".join([" + ".join(words), *extras])
-
-
-def model_of(tree: Mapping[str, Any]) -> str:
-    """The model of a recipe in a word."""
-    model = tree.get("model") or {}
-    shape = model.get("shape") or {}
-    architecture = model.get("architecture") or shape.get("architecture") or "-"
-    return str(model.get("name") or f"{architecture}, random weights")

@@ -171,17 +171,18 @@ def test_every_shipped_layer_is_used_and_named_in_full():
 # ---- list
 
 
-def test_list_shows_model_method_card_and_peak():
+def test_list_shows_card_peak_and_summary():
     result = run("list", "--family", "llama")
     assert result.exit_code == 0, result.stderr
     (line,) = [line for line in result.stdout.splitlines() if "llama/8b_lora_ssd" in line]
-    peak = read_meta("llama/8b_lora_ssd").predicted.peak
-    for part in ("meta-llama/Llama-3.1-8B-Instruct", "lora + ssd, recompute, tiled", "rtx4090", peak):
+    meta = read_meta("llama/8b_lora_ssd")
+    for part in (meta.summary, "rtx4090", meta.predicted.peak):
         assert part in line
     assert "gpt/" not in result.stdout
     everything = run("list").stdout
     assert all(name in everything for name in recipe_names())
     assert not any(name in everything for name in layer_names())
+    assert all(read_meta(name).summary for name in recipe_names())
 
 
 def test_an_unknown_family_is_refused_with_the_nearest():
