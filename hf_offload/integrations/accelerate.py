@@ -25,7 +25,7 @@ from hf_offload.memory_modes.applied import apply_mode
 from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session
 from hf_offload.settings.environment import settings_with, variable
 from hf_offload.settings.memory_modes import NONE
-from hf_offload.settings.schema import FIELDS, OffloadConfig, with_checked
+from hf_offload.settings.schema import OffloadConfig, with_checked
 from hf_offload.settings.shown import cropped, shown
 from hf_offload.snapshots.loops import LoopSnapshots
 from hf_offload.storage.service import storage_of
@@ -52,7 +52,6 @@ class OffloadPlugin:
 
     Attributes:
         config: The settings in effect.
-        sources: The source of each setting that is not a default: ``"given"`` or a variable's name.
     """
 
     def __init__(self, **settings: Any):
@@ -66,16 +65,6 @@ class OffloadPlugin:
                     field,
                     shown(settings[field]),
                 )
-        self.sources = {field: variable(field) for field in found} | dict.fromkeys(settings, "given")
-
-    def __repr__(self) -> str:
-        named = [
-            f"{field}={getattr(self.config, field)!r}"
-            + ("" if self.sources[field] == "given" else f" (from {self.sources[field]})")
-            for field in FIELDS
-            if field in self.sources
-        ]
-        return f"OffloadPlugin({', '.join(named)})"
 
     def accelerator(self, **kwargs: Any) -> Accelerator:
         """An :class:`~accelerate.Accelerator` made with ``kwargs`` that offloads."""

@@ -306,9 +306,6 @@ def test_a_script_is_told_once_what_another_allocator_would_gain(monkeypatch, ti
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stderr.splitlines() if "heap fragments" in line]
     assert len(told) == count, done.stderr
-    if told and best_allocator() != "glibc-tuned":
-        wanted = environment_with("auto")
-        assert f"LD_PRELOAD={wanted['LD_PRELOAD']}" in told[0]
     assert all("hf-offload launch" in line for line in told)
 
 
