@@ -182,8 +182,6 @@ def described(cls: type[T]) -> type[T]:
 
 # --------------------------------------------------------------------------------------------------------- settings as text
 
-NEVER, SCALAR, ALWAYS = "never", "scalar", "always"
-
 
 @dataclasses.dataclass(frozen=True)
 class Form:
@@ -195,8 +193,6 @@ class Form:
         unit: What a number counts, such as ``"bytes"``.
         splits: Whether commas separate values in a text that came from a variable or an argument.
         choices: The words to choose from, where it is one of some.
-        as_text: Whether what stands on a command line is the text itself and no YAML: :data:`ALWAYS`, :data:`NEVER`, or for a
-            :data:`SCALAR`, where a list or a mapping may stand too.
     """
 
     kind: type
@@ -204,7 +200,6 @@ class Form:
     unit: str
     splits: bool
     choices: tuple[str, ...]
-    as_text: str
 
     def from_text(self, text: str) -> Any:
         """The value of a variable or an argument. Wrong text is returned as it is: the settings class refuses it."""
@@ -261,14 +256,11 @@ def _form(schema: dict[str, Any], scope: Scope) -> Form:
         if one.get("type") != "null":
             schema = {**one, **schema}
     named = schema.get("type", ())
-    types = {named} if isinstance(named, str) else set(named)
     kind = {"integer": int, "number": float, "boolean": bool}.get(named if isinstance(named, str) else "", str)
-    text = "string" in types and not types & {"integer", "number", "boolean"}
     return Form(
         kind=kind,
         scope=scope,
         unit=schema.get("unit", ""),
         splits=schema.get("format") == "paths",
         choices=tuple(schema.get("enum", ())),
-        as_text=NEVER if not text else ALWAYS if types == {"string"} else SCALAR,
     )

@@ -16,8 +16,6 @@ from hf_offload.settings.schema import FIELDS, argument
 from hf_offload.settings.shown import nearest, shown
 from hf_offload.settings.values import expand, mapping
 
-TEXT = ("hub_model_id", "hub_revision", "output_dir", "project", "run_name")
-"""Fields whose value in an override is the text as it stands."""
 # What a recipe run decides itself, so that a recipe cannot ask for it and be ignored.
 _NOT_FOR_RECIPES = {
     "do_train": "a recipe always trains: drop it",

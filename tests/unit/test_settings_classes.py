@@ -13,9 +13,6 @@ from pydantic import Field, TypeAdapter
 from hf_offload import OffloadConfig, OffloadConfigError, SampledLinearConfig
 from hf_offload.memory_modes.lora import Lora
 from hf_offload.settings.classes import (
-    ALWAYS,
-    NEVER,
-    SCALAR,
     Scope,
     build,
     counted,
@@ -130,7 +127,6 @@ def test_forms_are_derived_from_the_declaration():
     assert [found[name].unit for name in ("rows", "limit", "on")] == ["rows", "bytes", ""]
     assert [found[name].scope for name in ("rows", "paths", "on")] == [Scope.MODEL, Scope.DRIVES, Scope.MOVING]
     assert [name for name in found if found[name].splits] == ["paths"]
-    assert [found[name].as_text for name in ("name", "paths", "rows", "table")] == [ALWAYS, SCALAR, NEVER, NEVER]
     assert forms(Inner)["word"].choices == ("left", "right")
     assert help_of(Outer, "rows", lambda field: f"--{field}") == "Of --paths, in two lines."
 
