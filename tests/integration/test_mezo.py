@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadPlugin, OffloadTrainingArguments, attach
 from hf_offload.cli.main import app
 from hf_offload.integrations.accelerate import attached_accelerators
-from hf_offload.integrations.checkpoints import last_complete_checkpoint
 from hf_offload.integrations.two_losses import mezo_of
 from hf_offload.optimizers.mezo import LOG_FILE, MeZO, MezoLog, replay
 from hf_offload.run import switch_on
@@ -241,14 +240,6 @@ def test_a_log_of_a_training_that_went_on_from_its_best_checkpoint_is_not_taken_
     log = MezoLog.load(tmp_path / "checkpoint-4")
     with pytest.raises(OffloadError, match=r"after the last step. Something other than MeZO has changed them"):
         replay(log, initial)
-
-
-def test_a_log_is_not_taken_for_weights(tmp_path):
-    trainer(tmp_path, save_strategy="steps", save_steps=3).train()
-    assert last_complete_checkpoint(tmp_path) == str(tmp_path / f"checkpoint-{STEPS}")
-    (tmp_path / f"checkpoint-{STEPS}" / "model.safetensors").unlink()
-    assert (tmp_path / f"checkpoint-{STEPS}" / LOG_FILE).is_file()
-    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-3")
 
 
 def test_adapters_alone(tmp_path):
