@@ -34,7 +34,6 @@ _PROMPT, _MORE_OF_PROMPT = "instruction", "input"
 """Columns of files in the format of Alpaca: what the second one holds, if anything, belongs to the prompt."""
 _CONVERSATIONS = {
     "messages": "data.messages_column=messages",
-    "conversations": "data.messages_column=conversations",
     "instruction": "data.prompt_column=instruction data.answer_column=output",
 }
 """Columns that usual files of conversations have: the settings that read them."""

@@ -20,7 +20,7 @@ from hf_offload.tensors import parameter_count
 from hf_offload.training.arguments import build_arguments
 from hf_offload.training.metrics import FROM_LOSS, check_installed, choose_likeliest, make_compute
 from hf_offload.training.model import build_model, build_tokenizer
-from hf_offload.training.places import check_places, naming_full, nothing_to_resume
+from hf_offload.training.places import check_places, nothing_to_resume
 from hf_offload.training.prepare import Prepared, RandomTokens, prepare_data
 from hf_offload.training.report import TrainingReport, describe_machine, describe_versions, parameter_digest
 from hf_offload.training.tasks.text import collate
@@ -85,9 +85,8 @@ def run_recipe(
     set_seed(arguments.seed)
     tokenizer, prepared = None, None
     if recipe.data.source != RANDOM_TOKENS:
-        with naming_full(recipe.cache_dir):
-            tokenizer = build_tokenizer(recipe.data, recipe.model.name, recipe.cache_dir)
-            prepared = prepare_data(recipe, tokenizer, recipe.cache_dir)
+        tokenizer = build_tokenizer(recipe.data, recipe.model.name, recipe.cache_dir)
+        prepared = prepare_data(recipe, tokenizer, recipe.cache_dir)
         if not evaluate:  # only now: a share that is held back is neither trained on nor seen by a trained tokenizer
             prepared = dataclasses.replace(prepared, validation=None)
     # Again, so that weights and dropout do not depend on whether the tokenizer had to be trained first.
@@ -102,9 +101,9 @@ def run_recipe(
     meter = MemoryMeter() if measure or report is not None else None
     if meter is not None:
         meter.install(trainer)
-    completed, output = True, recipe.output_dir
+    completed = True
     try:
-        with _beginning(recipe, recording) if checkpoint is None else contextlib.nullcontext(), naming_full(output):
+        with _beginning(recipe, recording) if checkpoint is None else contextlib.nullcontext():
             trainer.train(resume_from_checkpoint=checkpoint)
     except Exception as error:
         if checkpoint is None or recording.step_losses or isinstance(error, OffloadError):
@@ -127,9 +126,8 @@ def run_recipe(
         )
     metrics = _evaluate(trainer) if completed and prepared is not None and prepared.validation is not None else None
     if completed and save and prepared is not None:
-        with naming_full(output):
-            trainer.save_model()
-            _write_card(recipe, trainer)
+        trainer.save_model()
+        _write_card(recipe, trainer)
         logger.info(f"Saved in {recipe.output_dir}.")
     result = _describe(recipe, trainer, model, recording, offloading, meter, completed=completed, metrics=metrics)
     if report is not None:

@@ -1,9 +1,7 @@
 """``hf-offload train`` from the command line to the files it leaves."""
 
 import contextlib
-import errno
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -340,24 +338,6 @@ def test_settings_that_only_the_trainer_refuses_are_an_error_of_the_recipe(tiny_
     result = CliRunner().invoke(app, ["train", str(tiny_recipe), *changes])
     assert result.exit_code == 2, result.output
     assert part in " ".join(result.stderr.split())
-
-
-@pytest.mark.parametrize(
-    ("file_bytes", "changes", "folder"),
-    [
-        (1 << 10, [], "o/data"),
-        (40 << 10, ["training.save_strategy=no"], "o"),
-        (40 << 10, ["training.save_strategy=steps", "training.save_steps=1", "training.save_only_model=true"], "o"),
-    ],
-)
-def test_a_full_folder_is_named_whichever_library_writes_there(tiny_recipe, file_bytes, changes, folder):
-    former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, former[1]))
-    try:
-        error = run("train", tiny_recipe, "training.output_dir=o", *changes).exception
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, former)
-    assert (type(error), error.errno, error.filename) == (OSError, errno.EFBIG, folder)
 
 
 def test_what_a_step_raises_keeps_its_traceback(tiny_recipe):
