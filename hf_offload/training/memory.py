@@ -34,9 +34,6 @@ class MemoryRecord:
     step_peak_bytes: list[int] = dataclasses.field(default_factory=list)
     step_start_s: list[float] = dataclasses.field(default_factory=list)
     step_end_s: list[float] = dataclasses.field(default_factory=list)
-    baseline_reserved_bytes: int | None = None
-    """An accelerator: held by PyTorch's allocator, free blocks included."""
-    peak_reserved_bytes: int | None = None
     baseline_in_use_bytes: int | None = None
     """What the allocator has handed out and not got back; ``None`` where the allocator does not tell."""
     peak_in_use_bytes: int | None = None
@@ -74,8 +71,7 @@ class MemoryMeter(TrainerCallback):
         gauge = choose_gauge(args.device)
         gauge.settle()
         self.record = MemoryRecord(device=str(args.device), peak_source=gauge.peak_source)
-        self.record.baseline_bytes, self.record.baseline_reserved_bytes = gauge.level(), gauge.reserved()
-        self.record.baseline_in_use_bytes = gauge.in_use()
+        self.record.baseline_bytes, self.record.baseline_in_use_bytes = gauge.level(), gauge.in_use()
         self._optimizer = kwargs.get("optimizer")
         self._gradient_bytes = _missing_gradients(kwargs["model"], self._optimizer)
         self._state_bytes = _state_bytes(self._optimizer)
@@ -124,8 +120,6 @@ class MemoryMeter(TrainerCallback):
     @staticmethod
     def _add_to_baseline(record: MemoryRecord, nbytes: int) -> None:
         record.baseline_bytes += nbytes
-        if record.baseline_reserved_bytes is not None:
-            record.baseline_reserved_bytes += nbytes
         if record.baseline_in_use_bytes is not None:
             record.baseline_in_use_bytes += nbytes
 
@@ -140,9 +134,6 @@ class MemoryMeter(TrainerCallback):
     def _read_peak(record: MemoryRecord, gauge: Gauge) -> int:
         peak = gauge.peak()
         record.peak_bytes = max(record.peak_bytes, peak)
-        reserved = gauge.peak_reserved()
-        if reserved is not None:
-            record.peak_reserved_bytes = max(record.peak_reserved_bytes or 0, reserved)
         return peak
 
 

@@ -240,7 +240,6 @@ def test_cuda_counts_what_pytorch_allocates(tmp_path):
     del block
     assert gauge.level() == before
     assert gauge.peak() - before == 64 * MB
-    assert gauge.peak_reserved() >= 64 * MB
 
 
 def test_a_digest_sees_every_bit_and_every_name():
