@@ -15,8 +15,7 @@ import yaml
 
 import hf_offload
 from hf_offload.errors import OffloadConfigError
-from hf_offload.parents import parent_variables
-from hf_offload.settings.environment import settings_with, variable, variables_for
+from hf_offload.settings.environment import PARENT_VARIABLE, settings_with, variable, variables_for
 from hf_offload.settings.shown import cropped, listed, nearest, shown
 from hf_offload.settings.text_files import is_file, parse_json, read_text, reason_of
 from hf_offload.settings.values import expand
@@ -132,7 +131,7 @@ def launch(arguments: Sequence[str]) -> None:
     variables = {} if config is None else take_section(config, str(path))
     # Wrong settings are reported once, before any process starts.
     settings_with({}, "environment", os.environ | variables)
-    os.environ.update(variables | parent_variables())
+    os.environ.update(variables | {PARENT_VARIABLE: "1"})
     if not torch.accelerator.is_available() and not os.environ.get(ALLOCATOR_VARIABLE):
         os.environ.update(environment_with("auto"))
     if config is None:
