@@ -2,7 +2,6 @@
 
 import dataclasses
 import shlex
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,7 +10,7 @@ from rich.markup import escape
 from hf_offload.cli.console import clear_errors, loading_torch, make_table, note, print_table, write
 from hf_offload.cli.options import Overrides
 from hf_offload.errors import EXIT_PROBLEM, OffloadConfigError, OffloadError
-from hf_offload.settings.layers import Layers, drop_nulls, read_layers
+from hf_offload.settings.layers import drop_nulls, read_layers
 from hf_offload.settings.load import nearest
 from hf_offload.settings.recipe_files import find_recipe, recipe_names, shipped_name
 from hf_offload.settings.recipe_meta import META, PREDICTED, PROGRAM, read_meta
@@ -55,7 +54,7 @@ def show(
     name: Name,
     overrides: Overrides = None,
 ) -> None:
-    """Print a recipe and its layers as one file, with the origin of each setting. Save it to change it and to train it."""
+    """Print a recipe and its layers as one file. Save it to change it and to train it."""
     with clear_errors():
         write(_merged(name, overrides or []).removesuffix("\n"))
 
@@ -96,30 +95,5 @@ def _merged(name: str, overrides: list[str]) -> str:
     comment = f"# {shlex.join([PROGRAM, 'recipes', 'show', name, *overrides])}\n"
     if len(layers.files) > 1:
         comment += "# Layers, in the order in which they were merged:\n"
-        comment += "".join(f"#   {layer_name(file)}\n" for file in layers.files)
-    return f"{comment}\n{merged_text(layers)}"
-
-
-def merged_text(layers: Layers) -> str:
-    """All layers as one recipe in YAML, with comments that say which layer a setting comes from."""
-    several = len(layers.files) > 1
-    parts = []
-    for section, content in layers.tree.items():
-        if not isinstance(content, dict):
-            parts.append(dump_yaml({section: content}))
-            continue
-        lines = [f"{section}:{'' if content else ' {}'}\n"]
-        said: Path | None = None
-        for key, value in content.items():
-            file = layers.origins.get((section, key))
-            if several and file is not None and file != said:
-                lines.append(f"  # {layer_name(file)}\n")
-                said = file
-            lines.extend(f"  {line}\n" for line in dump_yaml({key: value}).splitlines())
-        parts.append("".join(lines))
-    return "\n".join(parts)
-
-
-def layer_name(file: Path) -> str:
-    """A layer's name among the shipped ones, or its path."""
-    return shipped_name(file) or str(file)
+        comment += "".join(f"#   {shipped_name(file) or file}\n" for file in layers.files)
+    return "\n".join([comment, *(dump_yaml({section: content}) for section, content in layers.tree.items())])
