@@ -227,11 +227,13 @@ def test_show_of_an_unknown_recipe_names_the_nearest():
 
 def test_validate_reports_all_errors_of_all_files(tiny):
     bad = tiny.with_name("bad.yaml")
-    bad.write_text(TINY.replace("tier: ram", "teir: ram").replace("max_steps", "max_step"))
-    result = run("validate", tiny, bad, "gpt/dmeo")
+    bad.write_text(TINY.replace("tier: ram", "teir: ram").replace("max_steps: 1", "max_steps: 1, do_eval: true"))
+    worse = tiny.with_name("worse.yaml")
+    worse.write_text(TINY.replace("max_steps: 1", "max_steps: 1, max_grd_norm: 0"))
+    result = run("validate", tiny, bad, worse, "gpt/dmeo")
     assert result.exit_code == 1
     assert f"{tiny}: good" in result.stdout
-    for part in ("Did you mean 'tier'?", "Did you mean 'max_steps'?", "Did you mean 'gpt/demo'"):
+    for part in ("Did you mean 'tier'?", "training.do_eval", "Did you mean 'max_grad_norm'?", "Did you mean 'gpt/demo'"):
         assert part in result.stderr
 
 

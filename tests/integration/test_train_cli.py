@@ -142,7 +142,7 @@ def test_every_setting_of_a_recipe_reaches_the_session(tiny_recipe, monkeypatch)
     [
         (["nothing/here"], "There is no recipe 'nothing/here'"),
         (["gpt/dmeo"], "Did you mean 'gpt/demo'"),
-        (["tiny.yaml", "training.max_step=3", "offload.teir=ssd"], "2 errors"),
+        (["tiny.yaml", "training.do_train=true", "offload.teir=ssd"], "2 errors"),
         (["tiny.yaml", "nonsense"], "'nonsense' is not an override"),
         (["tiny.yaml", "data.sequence_length=65"], "longer than the 64 positions"),
         (["tiny.yaml", "model.config.vocab_size=100"], "embeddings for 100"),
