@@ -166,22 +166,24 @@ class OffloadedAccelerator:
         """The accelerator is about to prepare an optimizer: that of the memory mode takes its place."""
         if self.config.memory_mode == NONE or getattr(optimizer, "_is_accelerate_prepared", False):
             return optimizer
-        session = self._session_of(optimizer)
-        if session is None:
+        sessions = self._sessions_of(optimizer)
+        if not sessions:
             raise OffloadConfigError(
                 f"memory_mode={self.config.memory_mode!r}: an optimizer is prepared before its model: prepare the model "
                 "first, or pass it in front of the optimizer."
             )
         check_step(self._accelerator(), self.config)
-        return session.prepare_optimizer(optimizer)
+        return sessions[0].prepare_optimizer(optimizer)
 
-    def _session_of(self, optimizer: Any) -> OffloadSession | None:
-        """That of a model with parameters of ``optimizer``."""
+    def _sessions_of(self, optimizer: Any) -> list[OffloadSession]:
+        """Those of models with parameters of ``optimizer``."""
         mine = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        for session in self._sessions:
-            if session.model is not None and any(id(one) in mine for one in session.model.parameters()):
-                return session
-        return None
+        models = {session: session.model for session in self._sessions}
+        return [
+            session
+            for session, model in models.items()
+            if model is not None and any(id(one) in mine for one in model.parameters())
+        ]
 
     def prepared_model(self, model: nn.Module, trained: bool) -> None:
         """The accelerator has prepared a model, ``trained`` or for evaluation only."""
@@ -199,8 +201,7 @@ class OffloadedAccelerator:
         if self.config.optimizer is None and has_own_state(accelerator):
             return
         for optimizer in accelerator._optimizers:
-            session = self._session_of(optimizer)
-            if session is not None:
+            for session in self._sessions_of(optimizer):
                 stream_prepared(session, optimizer)
 
     def stepped(self) -> None:
