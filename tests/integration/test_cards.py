@@ -108,7 +108,7 @@ def test_a_recipe_leaves_the_card_of_its_trainer(tiny_recipe, tmp_path):
     assert "tier='ssd' was asked for" in section(text)
     data = ModelCard(text).data
     assert data.tags == ["hf_offload", "generated_from_trainer"]
-    assert "None dataset" not in text
+    assert "This model was trained from scratch on the files dataset." in text
 
 
 # ---------------------------------------------------------------------------------------------------- the committed ones
