@@ -9,7 +9,7 @@ from rich.markup import escape
 from hf_offload.cli.console import clear_errors, loading_torch, make_table, print_table, visible_log
 from hf_offload.cli.options import Overrides
 from hf_offload.errors import EXIT_INTERRUPTED
-from hf_offload.settings.recipes import load_recipe, read_recipe, text_override
+from hf_offload.settings.recipes import load_recipe, read_recipe
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.training.places import check_places
 
@@ -20,10 +20,6 @@ def train(
         str, typer.Argument(metavar="RECIPE", help="A recipe's file, or the name of a shipped one, such as gpt/demo.")
     ],
     overrides: Overrides = None,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Where the recipe's data.files are. Default: the current folder."),
-    ] = None,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Measure memory, and write losses, times and memory as JSON.")
     ] = None,
@@ -33,12 +29,11 @@ def train(
 ) -> None:
     """Train what a recipe describes, evaluate it on the validation data, and save the model."""
     with clear_errors(), visible_log():
-        changes = [*(overrides or []), *([] if data_dir is None else [text_override("data.data_dir", str(data_dir))])]
-        check_places(read_recipe(recipe, changes), report=report, resume=resume)
+        check_places(read_recipe(recipe, overrides or ()), report=report, resume=resume)
         if context.obj is not None:
             context.obj()  # restarts with another allocator
         with loading_torch():
-            loaded = load_recipe(recipe, changes)
+            loaded = load_recipe(recipe, overrides or ())
             from hf_offload.training.run import run_recipe  # slow: only a good recipe is worth the wait
 
         result = run_recipe(loaded, report=report, resume=resume)
