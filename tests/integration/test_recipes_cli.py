@@ -233,7 +233,12 @@ def test_validate_reports_all_errors_of_all_files(tiny):
     result = run("validate", tiny, bad, worse, "gpt/dmeo")
     assert result.exit_code == 1
     assert f"{tiny}: good" in result.stdout
-    for part in ("Did you mean 'tier'?", "training.do_eval", "Did you mean 'max_grad_norm'?", "Did you mean 'gpt/demo'"):
+    for part in (
+        "Did you mean 'tier'?",
+        "training.do_eval",
+        "Did you mean 'max_grad_norm'?",
+        "Did you mean 'gpt/demo'",
+    ):
         assert part in result.stderr
 
 

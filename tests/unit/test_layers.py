@@ -146,7 +146,9 @@ def test_a_circle_is_shown(tmp_path):
 
 def test_mistakes_of_all_layers_come_at_once_and_say_where(mine):
     write(mine.parent, _method=METHOD.replace("checksum", "checksum, teir: ram, keep_last_count: many") + "dta: {}")
-    path = write(mine.parent, mine=RECIPE.replace("max_steps: 1", "max_steps: 1, do_train: true") + "offload: {verfy: on}")
+    path = write(
+        mine.parent, mine=RECIPE.replace("max_steps: 1", "max_steps: 1, do_train: true") + "offload: {verfy: on}"
+    )
     message = mistakes(path)
     method = mine.parent / "_method.yaml"
     for part in (
