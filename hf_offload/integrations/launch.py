@@ -19,7 +19,7 @@ from hf_offload.settings.environment import PARENT_VARIABLE, settings_with, vari
 from hf_offload.settings.shown import cropped, listed, nearest, shown
 from hf_offload.settings.text_files import is_file, parse_json, read_text, reason_of
 from hf_offload.settings.values import expand
-from hf_offload.settings.yaml_text import dump_yaml
+from hf_offload.settings.yaml_text import dump_yaml, parse_yaml
 
 if TYPE_CHECKING:
     import argparse
@@ -60,18 +60,20 @@ def find_config(name: str) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A config file of accelerate, YAML or JSON, as accelerate reads it.
+    """A config file of accelerate, YAML or JSON, as accelerate reads it; our section is read as a recipe is.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` if it cannot be read.
     """
     text = read_text(path, "The config file")
-    try:
-        config = parse_json(text, f"The config file {path}") if path.suffix == ".json" else yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise OffloadConfigError(f"The config file {path} is not valid YAML: {cropped(str(error))}.") from error
+    is_json = path.suffix == ".json"
+    config = parse_json(text, f"The config file {path}") if is_json else parse_yaml(text, str(path))
     if not isinstance(config, dict):
         raise OffloadConfigError(f"The config file {path} is not a mapping of settings.")
-    return config
+    section = {SECTION: config[SECTION]} if SECTION in config else {}
+    try:
+        return config if is_json else {**yaml.safe_load(text), **section}
+    except ValueError as error:  # a date that is none
+        raise OffloadConfigError(f"The config file {path} cannot be read: {cropped(str(error))}.") from error
 
 
 def take_section(config: dict[str, Any], where: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:

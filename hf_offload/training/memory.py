@@ -155,7 +155,7 @@ def _missing_gradients(model: torch.nn.Module, optimizer: Any) -> int:
 def _state_bytes(optimizer: Any) -> int:
     """Bytes of an optimizer's state, wherever they are."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
-    states = [] if optimizer is None else tree_leaves([dict(state) for state in optimizer.state.values()])
+    states = tree_leaves(list(getattr(optimizer, "state", {}).values()))
     return sum(nbytes_of(one) for one in states if isinstance(one, torch.Tensor))
 
 

@@ -219,9 +219,8 @@ def _write_card(recipe: Recipe, trainer: "Trainer") -> None:
     """The Trainer's own model card, which has a section on memory where the training was offloaded."""
     hub = recipe.data.hub
     dataset = str(hub.name) if isinstance(hub, HubData) else recipe.data.source or "files"
-    if (
-        recipe.model.name is None and trainer.model is not None
-    ):  # else the card names a model that it was fine-tuned from
+    # A folder, or the card would say that random weights were those of a model on the Hub.
+    if recipe.model.name is None and trainer.model is not None:
         trainer.model.config._name_or_path = trainer.args.output_dir
     trainer.create_model_card(model_name=recipe.name, tags=["hf_offload"], dataset=dataset)
 

@@ -73,7 +73,9 @@ def test_a_file_that_is_not_there():
         find_config("fsdp")
 
 
-@pytest.mark.parametrize(("text", "part"), [("- a\n", "is not a mapping"), ("a: [", "not valid YAML")])
+@pytest.mark.parametrize(
+    ("text", "part"), [("- a\n", "is not a mapping"), ("a: [", "not valid YAML"), ("a: 1\na: 2\n", "given twice")]
+)
 def test_files_that_cannot_be_read(text, part, tmp_path):
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(OffloadConfigError, match=part):
@@ -94,6 +96,11 @@ def test_a_section_becomes_variables():
     assert found == {"HF_OFFLOAD_TIER": "ssd", "HF_OFFLOAD_DIRECTORY": "/a,/b", "HF_OFFLOAD_TILED_LOSS": "on"}
     assert config == {"num_processes": 1}
     assert take_section(config, "c.yaml", {}) == {}
+
+
+def test_our_section_is_read_as_a_recipe_is_and_the_rest_as_accelerate_reads_it(tmp_path):
+    (tmp_path / "c.yaml").write_text(f"use_cpu: no\n{SECTION}: {{verify: off, sampled_linear: 3e-1}}\n")
+    assert read_config(tmp_path / "c.yaml") == {"use_cpu": False, SECTION: {"verify": "off", "sampled_linear": 0.3}}
 
 
 def test_a_variable_goes_before_the_file_and_is_named(caplog):
