@@ -72,7 +72,7 @@ def read_config(path: Path) -> dict[str, Any]:
     section = {SECTION: config[SECTION]} if SECTION in config else {}
     try:
         return config if is_json else {**yaml.safe_load(text), **section}
-    except ValueError as error:  # a date that is none
+    except (ValueError, yaml.YAMLError) as error:  # such as a date that is none
         raise OffloadConfigError(f"The config file {path} cannot be read: {cropped(str(error))}.") from error
 
 
