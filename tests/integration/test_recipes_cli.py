@@ -174,7 +174,7 @@ def test_every_shipped_layer_is_used_and_named_in_full():
 def test_list_shows_card_peak_and_summary():
     result = run("list", "--family", "llama")
     assert result.exit_code == 0, result.stderr
-    (line,) = [line for line in result.stdout.splitlines() if "llama/8b_lora_ssd" in line]
+    (line,) = [line for line in result.stdout.splitlines() if line.split()[:1] == ["llama/8b_lora_ssd"]]
     meta = read_meta("llama/8b_lora_ssd")
     for part in (meta.summary, "rtx4090", meta.predicted.peak):
         assert part in line

@@ -213,7 +213,7 @@ def started(monkeypatch, clean):
         ("num_procesess: 1", "had unknown keys (['num_procesess'])"),
         ("mixed_precision: fp12", "Unknown mixed_precision mode: fp12."),
         ("compute_environment: moon", ""),
-        ("num_processes: 2\nfsdp_config: 2\nmixed_precision: [a]", ""),
+        ("fsdp_config: 2\nmixed_precision: [a]", ""),
     ],
 )
 def test_what_accelerate_refuses_names_the_users_file(text, part, started, tmp_path):
