@@ -220,8 +220,9 @@ def _write_card(recipe: Recipe, trainer: "Trainer") -> None:
     hub = recipe.data.hub
     dataset = str(hub.name) if isinstance(hub, HubData) else recipe.data.source or "files"
     # A folder, or the card would say that random weights were those of a model on the Hub.
-    if recipe.model.name is None and trainer.model is not None:
-        trainer.model.config._name_or_path = trainer.args.output_dir
+    if recipe.model.name is None:
+        trained: Any = trainer.model
+        trained.config._name_or_path = trainer.args.output_dir
     trainer.create_model_card(model_name=recipe.name, tags=["hf_offload"], dataset=dataset)
 
 
