@@ -167,7 +167,7 @@ def test_a_drive_without_direct_io_is_refused_with_the_reason(directory, monkeyp
 def test_ctrl_c_leaves_no_file_and_no_space(directory):
     words = ["-d", str(directory), "--size", "96MiB", "--rounds", "1000"]
     command = [sys.executable, "-m", "benchmarks", "disk", *words]
-    with subprocess.Popen(bound(command), stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as process:
+    with subprocess.Popen(bound(command), stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent) as process:
         try:
             _wait_for(lambda: len(_open_below(process.pid, directory)) >= 2)  # the ceiling's file and the tier's
             assert list(directory.iterdir()) == []
