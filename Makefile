@@ -82,7 +82,7 @@ bench-cpu: $(STAMP)  ## The tables of docs/measured.md (more than an hour); ROUN
 	$(GPT2) model.config.n_layer=6 --strategies all --output runs/bench/peers
 	$(GPT2) model.config.n_layer=6 --strategies baseline,$(WINDOWS) --output runs/bench/read_ahead
 	$(BIN)/python -m benchmarks budgets --rounds $(ROUNDS) --output runs/bench/budgets.json
-	$(BIN)/python -m benchmarks disk
+	$(BIN)/hf-offload bench disk
 	$(BIN)/python -m benchmarks overhead
 
 clean:  ## Remove the environment and all results

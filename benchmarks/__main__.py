@@ -6,7 +6,6 @@ from benchmarks.accuracy import accuracy
 from benchmarks.allocators import allocators
 from benchmarks.budgets.command import budgets
 from benchmarks.choices import choices
-from benchmarks.disk import disk
 from benchmarks.large.command import large
 from benchmarks.lengths import lengths
 from benchmarks.limits import limits
@@ -35,7 +34,6 @@ for command in (
     allocators,
     budgets,
     choices,
-    disk,
     large,
     lengths,
     limits,

@@ -1,4 +1,4 @@
-"""``hf-offload bench steps``."""
+"""``hf-offload bench``: its commands ``steps`` and ``disk``."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,13 +24,15 @@ from hf_offload.settings.load import choose, collect_errors
 from hf_offload.settings.models import measured_recipe
 from hf_offload.settings.outputs import check_output_folder
 from hf_offload.settings.recipes import read_recipe
+from hf_offload.settings.sizes import format_bytes, parse_bytes
 from hf_offload.training.places import check_directories
 
 if TYPE_CHECKING:
+    from hf_offload.bench.disk import DriveReport
     from hf_offload.bench.results import Cell, Results
     from hf_offload.bench.steps import Plan
 
-bench = typer.Typer(help="Measure training steps.", no_args_is_help=True)
+bench = typer.Typer(help="Measure training steps and drives.", no_args_is_help=True)
 
 Shape = Annotated[
     str, typer.Argument(metavar="MODEL", help="A short name (gpt2-small), a recipe (gpt/demo), or a recipe's file.")
@@ -156,3 +158,61 @@ def _show_results(results: "Results") -> None:
     print_table(table)
     for text in footnotes(results):
         write(text, "dim", wrap=True)
+
+
+@bench.command()
+def disk(
+    directory: Annotated[
+        list[Path] | None, typer.Option("--directory", "-d", help="Directory on the drive to measure; may be repeated.")
+    ] = None,
+    size: Annotated[str, typer.Option(help="Bytes of a pass, such as 4GiB. Needs twice that on the drive.")] = "4GiB",
+    rounds: Annotated[int, typer.Option(min=1, help="Passes of each, in turns.")] = 3,
+    json: Json = False,
+) -> None:
+    """Compare the disk tier with what direct system calls reach on the drive."""
+    with clear_errors():
+        with loading_torch():
+            from hf_offload.bench.disk import (
+                PASSES_BEFORE_ROUNDS,
+                PASSES_PER_ROUND,
+                Workload,
+                check_drives,
+                compare_drive,
+            )
+
+        workload = Workload.of(parse_bytes(size, "size"))
+        directories = directory or [Path.cwd()]
+        check_drives(directories, workload)
+        reports = []
+        with progress_bar() as progress:
+            passes = (PASSES_BEFORE_ROUNDS + PASSES_PER_ROUND * rounds) * len(directories)
+            task = progress.add_task("starting", total=passes, completed=-1)
+            for path in directories:
+
+                def on_pass(what: str, path: Path = path) -> None:
+                    progress.update(task, advance=1, description=escape(f"{path}: {what}"))
+
+                reports.append(compare_drive(path, workload, rounds, on_pass))
+            progress.update(task, completed=passes)
+    if json:
+        write_json({"drives": [report.as_dict() for report in reports]})
+    else:
+        for report in reports:
+            _show_drive(report)
+
+
+def _show_drive(report: "DriveReport") -> None:
+    workload = report.workload
+    table = make_table(
+        f"{report.directory} ({report.file_system})",
+        ("direction", "round", f"{report.ceiling}, GB/s", "tier, GB/s", "tier / ceiling"),
+        f"{format_bytes(workload.size_bytes)} a pass in blocks of {format_bytes(workload.block_bytes)}, records of "
+        f"{format_bytes(workload.record_bytes)}, {workload.write_threads} threads writing and {workload.read_threads} "
+        f"reading; {escape(report.direct_io)}",
+    )
+    for direction, found in (("write", report.write), ("read", report.read)):
+        for name, each in [*((str(number), one) for number, one in enumerate(found.rounds, 1)), ("median", found)]:
+            low, high = found.ratio_range
+            ratio = f"{each.ratio:.2f}{f' ({low:.2f}..{high:.2f})' if each is found else ''}"
+            table.add_row(direction, name, *(f"{rate / 1e9:.2f}" for rate in each.bytes_per_s), ratio)
+    print_table(table)

@@ -16,7 +16,9 @@ KINDS = ["hooks alone", "kept", "weight", "offloaded", "deduplicated"]
 
 
 def run(*words):
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["overhead", "--tensors", "5", "--repetitions", "3", *words])
+    return CliRunner(env={"COLUMNS": "200"}).invoke(
+        app, ["overhead", "--tensors", "5", "--repetitions", "3", *words]
+    )
 
 
 def test_json_is_pure_and_complete():

@@ -1,4 +1,4 @@
-"""``python -m benchmarks disk`` from the command line to its table."""
+"""``hf-offload bench disk`` from the command line to its table."""
 
 import fcntl
 import json
@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import disk
-from benchmarks.__main__ import app
-from benchmarks.disk import Comparison, Workload
+from hf_offload.bench import disk
+from hf_offload.bench.disk import Comparison, Workload
+from hf_offload.cli.main import app
 from hf_offload.errors import OffloadConfigError
 from hf_offload.parents import bound
 from hf_offload.storage import disk_io
@@ -39,7 +39,7 @@ def directory(tmp_path, monkeypatch):
 
 
 def run(*words):
-    return CliRunner().invoke(app, ["disk", *(str(word) for word in words)])
+    return CliRunner().invoke(app, ["bench", "disk", *(str(word) for word in words)])
 
 
 def check(drive, rounds):
@@ -166,7 +166,7 @@ def test_a_drive_without_direct_io_is_refused_with_the_reason(directory, monkeyp
 
 def test_ctrl_c_leaves_no_file_and_no_space(directory):
     words = ["-d", str(directory), "--size", "96MiB", "--rounds", "1000"]
-    command = [sys.executable, "-m", "benchmarks", "disk", *words]
+    command = [sys.executable, "-m", "hf_offload", "bench", "disk", *words]
     with subprocess.Popen(bound(command), stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent) as process:
         try:
             _wait_for(lambda: len(_open_below(process.pid, directory)) >= 2)  # the ceiling's file and the tier's
