@@ -13,6 +13,7 @@ from hf_offload.errors import EXIT_REFUSED, OffloadConfigError
 from hf_offload.forecast.options import PLANNED, WorkloadOptions
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.settings.load import collect_errors
+from hf_offload.settings.outputs import check_output_file
 from hf_offload.settings.recipe_files import recipe_names, resolve_shape
 from hf_offload.settings.recipe_meta import Machine
 from hf_offload.settings.recipes import read_recipe
@@ -53,6 +54,7 @@ def plan(
     modes: Annotated[
         bool, typer.Option("--modes", help="Compare memory modes instead: all, or those named by --memory-mode.")
     ] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the planned step, as PNG.")] = None,
     json: Json = False,
 ) -> None:
     """Plan a run without its hardware and weights: what stays, moves or is recomputed, and what that costs.
@@ -65,6 +67,9 @@ def plan(
         if modes:
             model = {field: value for field, value in model.items() if "mode" not in field}
         with collect_errors("options") as check:
+            with check:
+                if modes and plot is not None:
+                    raise OffloadConfigError("--plot draws a plan, and --modes makes none: leave one of them out.")
             with check:
                 if Path(source).suffix in (".yaml", ".yml") or resolve_shape(source) in recipe_names():
                     read_recipe(resolve_shape(source), overrides or ())
@@ -79,12 +84,18 @@ def plan(
                 if hardware and (directory or measure):
                     raise OffloadConfigError("--directory and --measure are for this machine: leave out --gpu.")
                 check_directories([OffloadConfig(directory=directory)] if directory else [])
+            with check:
+                if plot is not None:
+                    check_output_file(plot, "--plot", ".png")
         with loading_torch():
             from transformers.utils import logging as transformers_log
 
             from hf_offload.forecast.workload_sources import find_workload
             from hf_offload.planning.hardware import measure_hardware
+            from hf_offload.reports.plots import require_matplotlib
 
+        if plot is not None:
+            require_matplotlib()
         transformers_log.set_verbosity_error()  # its remarks on configurations are not about the plan
         with spinner("Reading the configuration"):
             workload = find_workload(source, overrides or [], settings=changed, **asked)
@@ -96,14 +107,18 @@ def plan(
         if modes:
             _compare_modes(workload, hardware[0], names, of_modes, json)
         else:
-            _plan(workload, hardware[0], recompute, json)
+            _plan(workload, hardware[0], recompute, plot, json)
 
 
-def _plan(workload: "Workload", hardware: "Hardware", recompute: bool, json: bool) -> None:
+def _plan(workload: "Workload", hardware: "Hardware", recompute: bool, plot: Path | None, json: bool) -> None:
     from hf_offload.forecast.forecast import make_forecast
+    from hf_offload.reports.plan_plot import plot_plan
 
     with spinner("Counting a step, then planning"):
         forecast = make_forecast(workload, hardware, budget_bytes=workload.budget_bytes, may_recompute=recompute)
+    if plot is not None:
+        with spinner(f"Drawing {plot}"):
+            plot_plan(forecast, plot)
     if json:
         write_json(forecast.as_dict())
     else:

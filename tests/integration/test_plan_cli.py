@@ -160,6 +160,35 @@ def test_state_is_smaller_in_fewer_bits():
     assert base == pytest.approx({"adamw_torch": 12, "paged_adamw_8bit": 6, "sgd": 4})
 
 
+def test_the_picture_of_a_plan_shows_the_peak_that_it_names(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn, save = [], figure.savefig
+    monkeypatch.setattr(
+        figure, "savefig", lambda self, *given, **named: [drawn.append(self), save(self, *given, **named)]
+    )
+    picture = tmp_path / "plan.png"
+    result = run("gpt2-small", *SMALL, *CARD, "--sequence", "512", "--batch", "8", "--plot", str(picture))
+    assert result.exit_code == 0, result.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    memory, channels = drawn[0].axes
+    named = float(re.search(r"peak ([\d.]+) GiB", memory.get_title(loc="left"))[1])
+    top = max(area.get_datalim(memory.transData).y1 for area in memory.collections)
+    assert top == pytest.approx(named, abs=0.005)
+    assert [text.get_text() for text in memory.get_legend().get_texts()][:3] == [
+        "weights",
+        "optimizer state",
+        "gradients",
+    ]
+    assert len(channels.collections) == 5
+
+
+def test_without_a_plan_there_is_nothing_to_draw(tmp_path):
+    result = run("gpt2-small", *SMALL, *CARD, "--memory-budget", "1MiB", "--plot", str(tmp_path / "plan.png"))
+    assert result.exit_code == 2
+    assert "There is no plan to draw" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
 LLAMA = [
     "llama-1b", "model.config.num_hidden_layers=2", "model.config.hidden_size=256", "model.config.num_attention_heads=4",
     "model.config.num_key_value_heads=2", "model.config.intermediate_size=1024", "model.config.head_dim=64",
@@ -176,6 +205,12 @@ def test_a_plan_shows_what_is_tiled_and_needs_less():
     table = " ".join(run(*shape, "--tiled-loss", "on", "--tiled-mlp", "on").stdout.split())
     assert "lm_head, tiled" in table
     assert ".mlp (2 x), tiled" in table
+
+
+def test_a_comparison_of_modes_draws_nothing(tmp_path):
+    result = run("gpt2-small", "--modes", "--plot", str(tmp_path / "plan.png"))
+    assert result.exit_code == 2
+    assert "--plot draws a plan, and --modes makes none" in result.stderr
 
 
 def test_a_setting_is_an_option_by_its_declaration():
@@ -216,7 +251,7 @@ def test_settings_given_as_options_replace_those_of_a_recipe():
         (["gpt2-small", "--tflops", "80"], "describe another machine: add --gpu"),
         (["gpt2-small", *CARD, "--batch", "0"], "--batch=0 is too small"),
         (["gpt2-small", *CARD, "--batch", str(10**20)], "--batch=100000000000000000000 is too large"),
-        (["gpt2-small", *CARD, "--gpu", "foo", "--batch", "0", "--state", "x"], "3 errors in the options"),
+        (["gpt2-small", *CARD, "--gpu", "foo", "--batch", "0", "--plot", "/proc/x"], "3 errors in the options"),
         (["gpt2-small", *CARD, "--sequence", "5000"], "has 1024 positions"),
         (["gpt2-small", *CARD, "--dtype", "int8"], "--dtype='int8' is unknown"),
         (["gpt2-small", *CARD, "--optimizer", "magic"], "optimizer 'magic' is not known"),

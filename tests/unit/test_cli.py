@@ -149,7 +149,7 @@ TINY = [
     "data.sequence_length=16", "training.max_steps=2", "training.per_device_train_batch_size=2",
 ]  # fmt: skip
 SILENT = {
-    "plan": ["plan", "gpt2-small", *TINY, "--gpu", "rtx4090", "--memory-mode", "lora"],
+    "plan": ["plan", "gpt2-small", *TINY, "--gpu", "rtx4090", "--memory-mode", "lora", "--plot", "plan.png"],
     "modes": ["plan", "gpt2-small", *TINY, "--gpu", "rtx4090", "--modes", "--memory-mode", "lora,galore"],
     "doctor": ["doctor", "--no-measure"],
     "recipes list": ["recipes", "list", "--family", "gpt"],
@@ -225,8 +225,10 @@ WRONG_SETTINGS = [
     ["bench", "steps", "gpt/demo", "--output", "/proc/x"],
     ["plan", "gpt/demo", "--gpu", "foo"],
     ["plan", "gpt/demo", "--tflops", "80"],
+    ["plan", "gpt/demo", "--plot", "/proc/x.png"],
     ["train", "gpt/demo", "--report", "run.pdf"],
     ["train", "gpt/demo", "--report", "run.html"],
+    ["plan", "gpt/demo", "--plot", "plot.svg"],
     ["plan", "gpt/demo", "--memory-budget", "much"],
     ["plan", "gpt/demo", "--batch", "0"],
     ["plan", "gpt/demo", "--dtype", "int8"],
@@ -234,6 +236,7 @@ WRONG_SETTINGS = [
     ["plan", "gpt/demo", "--task", "chess"],
     ["plan", "gpt/demo", "--recompute-elementwise", "much"],
     ["plan", "gpt/demo", "--sampled-linear", "7"],
+    ["plan", "gpt/demo", "--modes", "--plot", "a.png"],
     ["plan", "gpt/demo", "--directory", "/proc"],
 ]
 

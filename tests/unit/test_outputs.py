@@ -190,6 +190,7 @@ def test_benchmarks_look_at_the_files_they_write_last(tmp_path, command, name):
 @pytest.mark.parametrize(
     ("command", "option"),
     [
+        (["plan", "gpt/demo", "--plot"], "--plot"),
         (["config", "--config_file"], "--config_file"),
         (["train", "gpt/demo", "--report"], "--report"),
     ],
