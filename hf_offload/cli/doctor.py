@@ -37,6 +37,86 @@ _SMALL = (
 )  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """Something that reaches beyond the objects a run creates.
+
+    ``changes`` says for each way to offload what differs in the process.
+    """
+
+    when: str
+    what: str
+    changes: dict[str, tuple[str, ...]]
+
+
+_RUNS = ("arguments", "memory mode", "callback", "plugin", "plain loop", "auto", "hf_offload.run")
+_STATE = ("optimizer", "weights")
+
+# All of them: tests/integration/test_effects.py compares the state of processes with this list.
+EFFECTS = (
+    Effect(
+        "import of the training arguments",
+        "one entry in transformers' table of reporters, so that Trainers find the callback",
+        dict.fromkeys(
+            ("arguments", "memory mode"), ("transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK",)
+        ),
+    ),
+    Effect(
+        "training arguments with a memory mode",
+        "Trainer.__init__ is wrapped, and changes nothing for other arguments",
+        {"memory mode": ("transformers.trainer.Trainer.__init__",)},
+    ),
+    Effect(
+        "disk tier, on first use",
+        "one os.register_at_fork() handler, so that no direct read runs during a fork",
+        dict.fromkeys((*_RUNS, *_STATE), ("fork handlers",)),
+    ),
+    Effect(
+        "CPU, on first use",
+        "mallopt() keeps freed memory in glibc's heap; a preloaded allocator is left alone",
+        dict.fromkeys(_RUNS, ("mallopt",)),
+    ),
+    Effect(
+        "tier auto, until it is detached",
+        "a hook after every optimizer's step notes which optimizers hold state",
+        {"auto": ("torch.optim.optimizer._global_optimizer_post_hooks",)},
+    ),
+    Effect(
+        "snapshots, on first use",
+        "one atexit handler, so that a script that ends well leaves none",
+        {"snapshots": ("atexit",)},
+    ),
+    Effect(
+        "hf_offload.run, command launch",
+        "Accelerator.__init__ is wrapped, so that every one offloads, and the package's log is shown",
+        {"hf_offload.run": ("accelerate.accelerator.Accelerator.__init__", "logging.hf_offload")},
+    ),
+)
+
+WITHIN_A_STEP = (
+    "forward of a model that offloads, or a block of offload_activations: hooks for saved tensors, in its thread",
+    "weights or state that leave memory, while bytes move or an update is computed: autocast, modes, transforms and "
+    "traces are switched off in its thread, and PyTorch's default dtype is that of the step",
+    "bookkeeping of the engine, microseconds at a time: handlers of signals such as Ctrl-C's run right after it",
+    "tier auto, in a step that is measured: hooks around every optimizer's step, a dispatch mode that counts tensors, and "
+    "torch.autograd._engine_run_backward lets that mode count where backward runs in another thread, too",
+)
+CHILD_PROCESSES = (
+    "command launch: when it ends, the kernel sends its processes SIGTERM, and half a minute later they are killed",
+    "commands train, launch and bench on a CPU: processes may run with a better allocator, by LD_PRELOAD",
+)
+FILES = (
+    "disk tier: how much was written to each drive, in ~/.local/state/hf_offload/drives",
+    "tier auto and command plan: what this machine was measured to do, in ~/.cache/hf_offload",
+)
+_HEADINGS = {
+    "process-wide effects": tuple(f"{effect.when}: {effect.what}" for effect in EFFECTS),
+    "effects within a step": WITHIN_A_STEP,
+    "effects on child processes": CHILD_PROCESSES,
+    "files that are kept": FILES,
+}
+
+
 def doctor(
     directory: Annotated[
         list[Path] | None, typer.Option("--directory", "-d", help="Where offload files would go; may be repeated.")
@@ -60,7 +140,8 @@ def doctor(
         with spinner("Measuring the machine"):
             machine = probe_machine(directory or [Path.cwd()], sample_bytes=SAMPLE_BYTES if measure else 0)
     if json:
-        write_json(dataclasses.asdict(machine))
+        effects = {heading.replace("-", " ").replace(" ", "_"): lines for heading, lines in _HEADINGS.items()}
+        write_json(dataclasses.asdict(machine) | effects)
         return
     _show(machine)
 
@@ -148,6 +229,8 @@ def _show(machine: "Machine") -> None:
     best = f"train, launch and bench start with {best_allocator()}"
     table.add_row("CPU allocator", escape(", ".join([allocator.name, huge_pages, *settings, best])))
     table.add_row("versions", ", ".join(f"{name} {version or '-'}" for name, version in machine.versions.items()))
+    for heading, lines in _HEADINGS.items():
+        table.add_row(heading, "\n".join(lines))
     print_table(table)
 
 

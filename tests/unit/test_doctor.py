@@ -38,6 +38,11 @@ def test_json_is_pure_and_complete(run, tmp_path):
     assert facts["versions"]["torch"] == torch.__version__
     assert 0 < facts["ram_available_bytes"] <= facts["ram_total_bytes"]
     assert facts["device"]["type"] == ("cuda" if torch.cuda.is_available() else "cpu")
+    effects = " ".join(facts["process_wide_effects"])
+    for word in ("mallopt", "register_at_fork", "table of reporters"):
+        assert word in effects
+    for heading in ("effects_within_a_step", "effects_on_child_processes", "files_that_are_kept"):
+        assert facts[heading]
     assert list(other.iterdir()) == []
 
 
@@ -51,6 +56,7 @@ def test_the_table_shows_the_same(run, tmp_path, monkeypatch):
         "GPUDirect",
         "CPU allocator",
         f"start with {best_allocator()}",
+        "mallopt",
         torch.__version__,
     ):
         assert word in result.stdout
