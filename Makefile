@@ -83,7 +83,7 @@ bench-cpu: $(STAMP)  ## The tables of docs/measured.md (more than an hour); ROUN
 	$(GPT2) model.config.n_layer=6 --strategies baseline,$(WINDOWS) --output runs/bench/read_ahead
 	$(BIN)/python -m benchmarks budgets --rounds $(ROUNDS) --output runs/bench/budgets.json
 	$(BIN)/hf-offload bench disk
-	$(BIN)/python -m benchmarks overhead
+	$(BIN)/hf-offload bench overhead
 
 clean:  ## Remove the environment and all results
 	rm -rf $(VENV) runs tests/accelerator/.build

@@ -14,7 +14,6 @@ from benchmarks.mezo.command import mezo
 from benchmarks.mezo.sentences import mezo_sentences
 from benchmarks.modes.command import modes
 from benchmarks.orders import orders
-from benchmarks.overhead import overhead
 from benchmarks.predictions import predictions
 from benchmarks.sampling import sampling
 from benchmarks.snapshots import snapshots
@@ -42,7 +41,6 @@ for command in (
     mezo_sentences,
     modes,
     orders,
-    overhead,
     predictions,
     sampling,
     snapshots,

@@ -61,16 +61,16 @@ run() {
     fi
 }
 
-# facts SECONDS NAME MODULE ARGUMENTS...: what a command of ours prints as JSON, as a result of that name.
+# facts SECONDS NAME ARGUMENTS...: what a command of ours prints as JSON, as a result of that name.
 facts() {
     local share=$1 name=$2
     shift 2
-    echo "+ python -m $* > $RESULTS/$name.json   (at most $share s)"
+    echo "+ hf-offload $* > $RESULTS/$name.json   (at most $share s)"
     if [[ $DRY ]]; then
         # These have nothing to list. Asked for help, they still refuse options that they do not have.
-        "$PYTHON" -m "$@" --help > /dev/null || failed=1
+        "$PYTHON" -m hf_offload "$@" --help > /dev/null || failed=1
     else
-        run "$share" "$@" > "$RESULTS/$name.json"
+        run "$share" hf_offload "$@" > "$RESULTS/$name.json"
     fi
 }
 
@@ -96,9 +96,9 @@ else
     there=$OFFLOAD_DIR
     run 90 pytest -q tests/gpu
 fi
-facts 10 machine hf_offload doctor --json --no-measure --directory "$there"
-facts 45 check hf_offload doctor --check --json --directory "$there"
-facts 10 overhead benchmarks overhead --json
+facts 10 machine doctor --json --no-measure --directory "$there"
+facts 45 check doctor --check --json --directory "$there"
+facts 10 overhead bench overhead --json
 
 # Short sequences first: should time run out, what is left out is one slow cell.
 for length in 2048 8192; do

@@ -1,5 +1,6 @@
-"""``hf-offload bench``: its commands ``steps`` and ``disk``."""
+"""``hf-offload bench``: its commands ``steps``, ``disk`` and ``overhead``."""
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,10 +30,11 @@ from hf_offload.training.places import check_directories
 
 if TYPE_CHECKING:
     from hf_offload.bench.disk import DriveReport
+    from hf_offload.bench.overhead import Quartiles
     from hf_offload.bench.results import Cell, Results
     from hf_offload.bench.steps import Plan
 
-bench = typer.Typer(help="Measure training steps and drives.", no_args_is_help=True)
+bench = typer.Typer(help="Measure training steps, drives and the overhead of a saved tensor.", no_args_is_help=True)
 
 Shape = Annotated[
     str, typer.Argument(metavar="MODEL", help="A short name (gpt2-small), a recipe (gpt/demo), or a recipe's file.")
@@ -216,3 +218,39 @@ def _show_drive(report: "DriveReport") -> None:
             ratio = f"{each.ratio:.2f}{f' ({low:.2f}..{high:.2f})' if each is found else ''}"
             table.add_row(direction, name, *(f"{rate / 1e9:.2f}" for rate in each.bytes_per_s), ratio)
     print_table(table)
+
+
+@bench.command()
+def overhead(
+    tensors: Annotated[int, typer.Option(min=1, help="Saved tensors of each kind in a repetition.")] = 500,
+    repetitions: Annotated[int, typer.Option(min=2, help="Repetitions; the table shows the median.")] = 15,
+    json: Json = False,
+) -> None:
+    """Measure the time that Python spends on a saved tensor, without the copies."""
+    with clear_errors():
+        with loading_torch():
+            from hf_offload.bench.overhead import measure_overhead
+
+        with progress_bar() as progress:
+            task = progress.add_task("measuring", total=repetitions)
+            costs = measure_overhead(tensors, repetitions, lambda: progress.update(task, advance=1))
+    if json:
+        rows = [dataclasses.asdict(cost) for cost in costs]
+        write_json({"tensors": tensors, "repetitions": repetitions, "costs": rows})
+        return
+    table = make_table(
+        "Microseconds a saved tensor: median (quartiles)",
+        ("saved tensor", "pack", "unpack and free", "sum", "what it is"),
+        f"{repetitions} repetitions of {tensors} tensors, over a tier that is done at once; a saved tensor costs its own row "
+        "and that of the hooks.",
+        left=("what it is",),
+    )
+    for cost in costs:
+        table.add_row(
+            cost.name, _quartiles(cost.pack), _quartiles(cost.unpack_and_free), _quartiles(cost.total), cost.meaning
+        )
+    print_table(table)
+
+
+def _quartiles(found: "Quartiles") -> str:
+    return f"{found.median_us:.1f} ({found.low_us:.1f}..{found.high_us:.1f})"

@@ -556,7 +556,7 @@ def test_the_script_for_a_gpu_checks_itself(recipe, exists):
     done = subprocess.run(script, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     shares = re.findall(r"^\+ (\S+ \S+).*\(at most (\d+) s\)$", done.stdout, re.MULTILINE)
-    assert [name for name, _ in shares][:4] == ["pytest tests/gpu", *["python -m"] * 3]
+    assert [name for name, _ in shares][:4] == ["pytest tests/gpu", *["hf-offload doctor"] * 2, "hf-offload bench"]
     deadline = int(re.search(r"^DEADLINE_S=(\d+)$", script_file.read_text(), re.MULTILINE)[1])
     # What is stopped has half a minute to write what it has, and all of it nine minutes.
     assert sum(int(share) for _, share in shares) <= deadline <= 9 * 60 - 30

@@ -157,6 +157,7 @@ SILENT = {
     "recipes validate": ["recipes", "validate", "gpt/demo"],
     "config": ["config", "--where", "fsdp2"],
     "bench steps": ["bench", "steps", "gpt2-small", *TINY, "--strategies", "baseline,ours:ssd", "--json"],
+    "bench overhead": ["bench", "overhead", "--tensors", "5", "--repetitions", "2"],
     "bench disk": ["bench", "disk", "--size", "96MiB", "--rounds", "1"],
     "train": ["train", "bench/gpt2-small", *TINY, "--report", "report.json"],
 }
@@ -283,6 +284,7 @@ SLOW = {
     "doctor": (["doctor"], "Measuring the machine"),
     "doctor --check": (["doctor", "--check"], "gpt2-small 5 x 127"),
     "bench steps": (["bench", "steps", "gpt2-small"], "running gpt2-small"),
+    "bench overhead": (["bench", "overhead"], "measuring"),
     "bench disk": (["bench", "disk", "--size", "512MiB", "--rounds", "200"], "/200"),
 }  # fmt: skip
 """Commands that take seconds or more, and what they show on a terminal meanwhile. Not while they import: some library there

@@ -1,16 +1,16 @@
-"""``python -m benchmarks overhead`` where there is an accelerator."""
+"""``hf-offload bench overhead`` where there is an accelerator."""
 
 import json
 
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
+from hf_offload.cli.main import app
 
 
 def test_what_a_tensor_costs_the_host_of_a_device_has_a_row(late):
     before = torch.accelerator.memory_allocated()
-    result = CliRunner().invoke(app, ["overhead", "--tensors", "8", "--repetitions", "2", "--json"])
+    result = CliRunner().invoke(app, ["bench", "overhead", "--tensors", "8", "--repetitions", "2", "--json"])
     assert result.exit_code == 0, result.output
     rows = {row["name"]: row for row in json.loads(result.stdout)["costs"]}
     assert rows["from the device"]["pack"]["median_us"] > 0

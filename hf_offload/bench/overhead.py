@@ -14,15 +14,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import nn
 
-from benchmarks.console import show_table
-from hf_offload.cli.console import clear_errors, progress_bar, write_json
-from hf_offload.cli.options import Json
 from hf_offload.engine.device import CpuDevice, open_device
 from hf_offload.engine.hooks import Engine
 from hf_offload.plan.plan import Placement, Plan
@@ -46,9 +42,6 @@ class Quartiles:
         """From one sample per repetition."""
         low, median, high = statistics.quantiles(samples_us, n=4, method="inclusive")
         return cls(median, low, high)
-
-    def __str__(self) -> str:
-        return f"{self.median_us:.1f} ({self.low_us:.1f}..{self.high_us:.1f})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,29 +241,3 @@ def _operations(count: int, hooks: contextlib.AbstractContextManager[object]) ->
         node._saved_self  # noqa: B018  reading the attribute unpacks, as backward does
     del node
     return forward_s, time.perf_counter() - start
-
-
-# -------------------------------------------------------------------------------------------------------------- command
-
-
-def overhead(
-    tensors: Annotated[int, typer.Option(min=1, help="Saved tensors of each kind in a repetition.")] = 500,
-    repetitions: Annotated[int, typer.Option(min=2, help="Repetitions; the table shows the median.")] = 15,
-    json: Json = False,
-) -> None:
-    """Measure the time that Python spends on a saved tensor, without the copies."""
-    with clear_errors(), progress_bar() as progress:
-        task = progress.add_task("measuring", total=repetitions)
-        costs = measure_overhead(tensors, repetitions, lambda: progress.update(task, advance=1))
-    if json:
-        rows = [dataclasses.asdict(cost) for cost in costs]
-        write_json({"tensors": tensors, "repetitions": repetitions, "costs": rows})
-        return
-    show_table(
-        ("saved tensor", "pack", "unpack and free", "sum", "what it is"),
-        [(cost.name, str(cost.pack), str(cost.unpack_and_free), str(cost.total), cost.meaning) for cost in costs],
-        left=("saved tensor", "what it is"),
-        title="Microseconds a saved tensor: median (quartiles)",
-        caption=f"{repetitions} repetitions of {tensors} tensors, over a tier that is done at once; a saved tensor costs its "
-        "own row and that of the hooks.",
-    )

@@ -5,9 +5,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import overhead
-from benchmarks.__main__ import app
-from benchmarks.overhead import Quartiles, measure_overhead
+from hf_offload.bench import overhead
+from hf_offload.bench.overhead import Quartiles, measure_overhead
+from hf_offload.cli.main import app
 from hf_offload.engine.hooks import Engine
 from hf_offload.engine.record import PackedView
 from hf_offload.state.saved import KeptTensor
@@ -17,7 +17,7 @@ KINDS = ["hooks alone", "kept", "weight", "offloaded", "deduplicated"]
 
 def run(*words):
     return CliRunner(env={"COLUMNS": "200"}).invoke(
-        app, ["overhead", "--tensors", "5", "--repetitions", "3", *words]
+        app, ["bench", "overhead", "--tensors", "5", "--repetitions", "3", *words]
     )
 
 
