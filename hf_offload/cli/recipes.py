@@ -1,4 +1,4 @@
-"""``hf-offload recipes``: recipes as text that stands alone, and how they are summed up in a line."""
+"""``hf-offload recipes``: recipes in a list, and as text that stands alone."""
 
 import dataclasses
 import shlex
@@ -28,7 +28,7 @@ Names = Annotated[list[str], typer.Argument(metavar="RECIPE", help="Shipped reci
 def list_recipes(
     family: Annotated[str | None, typer.Option(help="One family only, such as llama.")] = None,
 ) -> None:
-    """List the shipped recipes: model, method, and the GPU and peak memory each is meant for."""
+    """List the shipped recipes: what each is, and the GPU and peak memory it is meant for."""
     with clear_errors():
         families = sorted({name.partition("/")[0] for name in recipe_names()})
         if family is not None and family not in families:
@@ -37,14 +37,14 @@ def list_recipes(
             )
         table = make_table(
             "",
-            ("recipe", "model", "GPU", "peak", "method"),
+            ("recipe", "GPU", "peak", "summary"),
             "GPU: what it is meant for. peak: predicted there, weights included (hf-offload plan RECIPE).",
-            left=("model", "GPU", "method"),
+            left=("GPU", "summary"),
         )
         for name in recipe_names():
             if family is None or name.startswith(f"{family}/"):
-                meta, tree = read_meta(name), read_layers(find_recipe(name)).tree
-                cells = (name, model_of(tree), meta.target.gpu or "-", meta.prediction.peak or "-", method_of(tree))
+                meta = read_meta(name)
+                cells = (name, meta.target.gpu or "-", meta.prediction.peak or "-", meta.summary or "-")
                 table.add_row(*map(escape, cells))
         print_table(table)
 
