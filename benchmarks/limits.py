@@ -13,7 +13,6 @@ import typer
 from rich.markup import escape
 
 from benchmarks.console import show_table
-from hf_offload.allocator import environment_with
 from hf_offload.bench.cell import DONE, OUT_OF_MEMORY, CellSpec, require_memory_limit, run_cell
 from hf_offload.bench.results import Case, file_name
 from hf_offload.bench.steps import Plan, plan_steps
@@ -22,11 +21,10 @@ from hf_offload.cli.bench import Batch, DryRun, Length, Shape, Strategies, check
 from hf_offload.cli.console import clear_errors, progress_bar, visible_log, write, write_json
 from hf_offload.cli.options import Json, Overrides
 from hf_offload.errors import EXIT_INTERRUPTED, OffloadConfigError
-from hf_offload.reports.formats import flat, json_text, markdown_table, write_texts
+from hf_offload.reports.formats import json_text, markdown_table, write_texts
 from hf_offload.settings.load import choose
 from hf_offload.settings.outputs import check_output_folder
 from hf_offload.settings.sizes import format_bytes, parse_bytes
-from hf_offload.training.report import ModelFacts
 
 VARIED = {"sequence": 128, "batch": 1}
 """What can be varied, and what the answer is a multiple of."""
@@ -82,7 +80,7 @@ class Limit:
     batch: int | None = None
     sequence: int | None = None
     """The one that is not varied."""
-    model: ModelFacts | None = None
+    model: str | None = None
     """``None`` when none was ever built."""
     source: str = ""
 
@@ -158,7 +156,7 @@ def _find(
             measure=False,
             memory_limit_bytes=memory_limit_bytes,
         )
-        result = run_cell(spec, environment_with(plan.allocators(strategy)[0]))
+        result = run_cell(spec, plan.environment)
         limit.model = result.model or limit.model
         if result.outcome not in (DONE, OUT_OF_MEMORY):
             raise _Ended(f"{result.outcome}: {result.error}")
@@ -187,7 +185,7 @@ def limits_dict(limits: list[Limit], plan: Plan, interrupted: bool) -> dict[str,
         "probe_steps": PROBE_STEPS,
         "precision": f"1/{PRECISION}, or one multiple of what is varied",
         "interrupted": interrupted,
-        "rows": [flat(limit) for limit in limits],
+        "rows": [dataclasses.asdict(limit) for limit in limits],
     }
 
 

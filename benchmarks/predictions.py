@@ -1,5 +1,7 @@
 """What shipped recipes are predicted to need on the machine that each names: the section ``meta.predicted`` of a recipe."""
 
+import re
+import textwrap
 from typing import Annotated
 
 import typer
@@ -9,9 +11,9 @@ from hf_offload.errors import EXIT_PROBLEM, OffloadConfigError, OffloadError
 from hf_offload.settings.load import collect_errors
 from hf_offload.settings.outputs import check_output_file
 from hf_offload.settings.recipe_files import find_recipe, recipe_names
-from hf_offload.settings.recipe_meta import META, PREDICTED, read_meta
+from hf_offload.settings.recipe_meta import META, PREDICTED, Predicted, read_meta
 from hf_offload.settings.text_files import read_text, write_whole
-from hf_offload.settings.yaml_text import set_entry
+from hf_offload.settings.yaml_text import dump_yaml
 
 
 def predictions(
@@ -51,7 +53,7 @@ def predictions(
                     if not same and save:
                         path = find_recipe(name)
                         text = read_text(path, "The recipe")
-                        write_whole(path, set_entry(text, (META, PREDICTED), found.written.given, str(path)))
+                        write_whole(path, _with_prediction(text, found.written))
                 except OffloadError as error:
                     wrong += 1
                     note(f"{name}: {error}", "bold red")
@@ -63,3 +65,13 @@ def predictions(
                 write(f"{name}: predicted {found.line}{verdict}")
         if wrong:
             raise typer.Exit(EXIT_PROBLEM)
+
+
+def _with_prediction(text: str, prediction: Predicted) -> str:
+    """The text of a recipe with its prediction, as the last entry of its section ``meta``."""
+    entry = textwrap.indent(dump_yaml({PREDICTED: prediction.given}), "  ")
+    text = re.sub(rf"(?m)^  {PREDICTED}:\n(?:    .*\n)*", "", text)
+    written, count = re.subn(rf"(?m)^{META}:.*\n(?:  .*\n)+", lambda found: found[0] + entry, text, count=1)
+    if count != 1:
+        raise OffloadConfigError(f"There is no section {META}, indented by two spaces, to write the prediction into.")
+    return written

@@ -1,7 +1,7 @@
 """Pairs of texts to classify, from a data set of abstracts and summaries: does the summary belong to the abstract?
 
     python examples/abstract_pairs.py scitldr pairs
-    hf-offload train bert/minilm_full_auto --data-dir .
+    hf-offload train bert/minilm_full_auto data.data_dir=.
 
 Reads ``train.jsonl`` and ``validation.jsonl`` in the first folder, with the columns ``document`` and ``summary`` (SciTLDR,
 https://github.com/allenai/scitldr, Apache-2.0, has them as ``source`` and ``target``), and writes files of the same names

@@ -13,7 +13,6 @@ import ctypes
 import importlib.metadata
 import logging
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -93,11 +92,6 @@ def best_allocator() -> str:
     return next((name for name, (find, _, _) in _LIBRARIES.items() if find() is not None), "glibc-tuned")
 
 
-def installed_libraries() -> list[str]:
-    """The allocators that can be preloaded, the best first."""
-    return [name for name, (find, _, _) in _LIBRARIES.items() if sys.platform == "linux" and find() is not None]
-
-
 def current_allocator() -> str:
     """The allocator of this process: ``tcmalloc``, ``glibc-tuned``, ``glibc``, another preloaded one or the system's."""
     if sys.platform != "linux":
@@ -151,26 +145,18 @@ def release_free_memory() -> None:
 
 
 def say_what_is_better() -> None:
-    """Log once in a process on glibc what another allocator would gain and how to start with it.
-
-    A process whose allocator was chosen, by a command or with ``HF_OFFLOAD_ALLOCATOR``, is left in peace.
+    """Log once in a process on glibc what another allocator would gain and how to start with it, unless one was chosen, by a
+    command or with ``HF_OFFLOAD_ALLOCATOR``.
     """
     global _said
     if _said or os.environ.get(ALLOCATOR_VARIABLE) or current_allocator() != "glibc":
         return
     _said = True
-    best = best_allocator()
-    if best == "glibc-tuned":
-        how = "`pip install 'hf-offload[cpu]'` brings one; then start with `hf-offload launch SCRIPT`"
-    else:
-        wanted = environment_with("auto")
-        changes = {key: wanted[key] for key in ("LD_PRELOAD", *_SETTINGS) if key in wanted}
-        variables = " ".join(f"{key}={shlex.quote(value)}" for key, value in changes.items())
-        how = f"start with `hf-offload launch SCRIPT`, or set {variables}"
+    install = "`pip install 'hf-offload[cpu]'` brings one; then start" if best_allocator() == "glibc-tuned" else "Start"
     logger.warning(
-        "glibc's heap fragments, which hides part of the memory that offloading frees on a CPU. %s does not: %s.",
-        "Another allocator" if best == "glibc-tuned" else best,
-        how,
+        "glibc's heap fragments, which hides part of the memory that offloading frees on a CPU. Other allocators do not. %s "
+        "with `hf-offload launch SCRIPT`.",
+        install,
     )
 
 

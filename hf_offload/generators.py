@@ -1,4 +1,4 @@
-"""Generators of random numbers: how their states are read, compared and put back."""
+"""The process's generators of random numbers: how their states are read, compared and put back."""
 
 import random
 from collections.abc import Mapping
@@ -7,32 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-
-KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
-"""Types of generators."""
-
-
-def state_of(generator: Any) -> Any:
-    """The state of one of :data:`KINDS`: a tensor for one of PyTorch, else numbers in lists, tuples and dicts, and None for
-    one that draws from the system.
-    """
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return None if isinstance(generator, random.SystemRandom) else generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        return _without_arrays(generator.get_state(legacy=False))
-    return _without_arrays(getattr(generator, "bit_generator", generator).state)
-
-
-def set_state(generator: Any, state: Any) -> None:
-    """Let a generator be as :func:`state_of` has found it."""
-    if isinstance(generator, (torch.Generator, np.random.RandomState)):
-        generator.set_state(state)
-    elif not isinstance(generator, random.Random):
-        getattr(generator, "bit_generator", generator).state = state
-    elif state is not None:
-        generator.setstate(state)
 
 
 def process_states(all_devices: bool = False) -> dict[str, Any]:
@@ -71,10 +45,3 @@ def are_equal(some: Any, others: Any) -> bool:
     if isinstance(some, Tensor):
         return torch.equal(some, others)
     return bool(np.array_equal(some, others))
-
-
-def _without_arrays(state: Any) -> Any:
-    """Lists, which are loaded anywhere and compared as a whole, instead of arrays."""
-    if isinstance(state, dict):
-        return {name: _without_arrays(value) for name, value in state.items()}
-    return state.tolist() if isinstance(state, (np.ndarray, np.generic)) else state

@@ -24,7 +24,7 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.parents import bound
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.settings.text_files import write_whole
-from hf_offload.training.report import ModelFacts, TrainingReport, describe_model
+from hf_offload.training.report import TrainingReport, describe_model
 from hf_offload.training.run import run_recipe
 
 DONE = "done"
@@ -79,7 +79,7 @@ class CellResult:
     outcome: str
     error: str | None = None
     """One line."""
-    model: ModelFacts | None = None
+    model: str | None = None
     """Known as soon as the model is built."""
     report: TrainingReport | None = None
 
@@ -91,9 +91,8 @@ class CellResult:
     def read(cls, path: Path) -> "CellResult":
         """Read what :meth:`write` wrote."""
         values = json.loads(path.read_text(encoding="utf-8"))
-        for name, kind in (("model", ModelFacts), ("report", TrainingReport)):
-            values[name] = None if values[name] is None else kind(**values[name])
-        return cls(**values)
+        report = values.pop("report")
+        return cls(**values, report=None if report is None else TrainingReport(**report))
 
 
 def run_cell(spec: CellSpec, environment: Mapping[str, str]) -> CellResult:

@@ -12,8 +12,8 @@ from typing import Any
 
 from hf_offload.bench.cell import CRASHED, DONE, CellResult
 from hf_offload.bench.strategies import Strategy
-from hf_offload.reports.formats import REFERENCE, flat
-from hf_offload.training.report import WARMUP_STEPS, ModelFacts, TrainingReport
+from hf_offload.reports.formats import REFERENCE
+from hf_offload.training.report import WARMUP_STEPS, TrainingReport
 
 Reports = dict[int, TrainingReport]
 
@@ -46,17 +46,12 @@ def file_name(text: str) -> str:
 
 @dataclasses.dataclass
 class Cell:
-    """One run of one strategy, and how it ended.
-
-    ``allocator`` is the one that was asked for; the report names the one that was there. ``extra`` says why the run is not
-    part of the rows: a slower allocator's trial, or a control.
-    """
+    """One run of one strategy, and how it ended. A control tells whether the baseline repeats its bits, and has no row."""
 
     strategy: Strategy
     round: int
-    allocator: str
     result: CellResult
-    extra: str | None = None
+    is_control: bool = False
 
     @property
     def report(self) -> TrainingReport | None:
@@ -66,7 +61,7 @@ class Cell:
     @property
     def where(self) -> str:
         """Which run this is, for messages."""
-        return f"{self.strategy.name}, round {self.round}{f' ({self.extra})' if self.extra else ''}"
+        return f"{self.strategy.name}, round {self.round}{' (control)' if self.is_control else ''}"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -81,7 +76,7 @@ class Row:
     shape: str
     batch: int
     sequence: int
-    model: ModelFacts | None = None
+    model: str | None = None
     strategy: str
     outcome: str
     error: str | None = None
@@ -128,13 +123,13 @@ class Results:
     cells: list[Cell] = dataclasses.field(default_factory=list)
     interrupted: bool = False
 
-    def model(self) -> ModelFacts | None:
+    def model(self) -> str | None:
         """What the model is; ``None`` when none was ever built."""
         return next((cell.result.model for cell in self.cells if cell.result.model), None)
 
     def rows(self) -> list[Row]:
         """One row per strategy, in the order given."""
-        names = dict.fromkeys(cell.strategy.name for cell in self.cells if not cell.extra)
+        names = dict.fromkeys(cell.strategy.name for cell in self.cells if not cell.is_control)
         return [self._row(name) for name in names]
 
     def reports(self, name: str) -> Reports:
@@ -178,30 +173,14 @@ class Results:
             "rounds": self.rounds,
             "warmup_steps": WARMUP_STEPS,
             "interrupted": self.interrupted,
-            "rows": [flat(row) for row in self.rows()],
-            "extra_runs": [self._extra(cell) for cell in self.cells if cell.extra],
+            "rows": [dataclasses.asdict(row) for row in self.rows()],
             "problems": self.problems(),
             "machine": report.machine if report else {},
             "versions": report.versions if report else {},
         }
 
-    def _extra(self, cell: Cell) -> dict[str, Any]:
-        report = cell.report
-        return {
-            "shape": self.case.shape,
-            "batch": self.case.batch,
-            "sequence": self.case.sequence,
-            "strategy": cell.strategy.name,
-            "why": cell.extra,
-            "outcome": cell.result.outcome,
-            "error": cell.result.error,
-            "allocator": report.allocator if report else cell.allocator,
-            "step_s": report.median_step_s if report else None,
-            "peak_bytes": report.peak_over_baseline_bytes if report else None,
-        }
-
     def _cells(self, name: str) -> list[Cell]:
-        return [cell for cell in self.cells if (cell.strategy.name, cell.extra) == (name, None)]
+        return [cell for cell in self.cells if cell.strategy.name == name and not cell.is_control]
 
     def _mismatch(self, cell: Cell) -> list[str]:
         """What is wrong with the bits of a cell, if anything."""

@@ -5,13 +5,13 @@ The strategies take turns (A B C A B C), so that a machine that slows down slows
 
 import dataclasses
 import logging
-import sys
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from hf_offload import allocator as allocators
+from hf_offload.allocator import environment_with
 from hf_offload.bench.cell import CRASHED, NOT_INSTALLED, OUT_OF_MEMORY, CellSpec, run_cell
 from hf_offload.bench.results import Case, Cell, Results, file_name
 from hf_offload.bench.strategies import Strategy
@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 OnStart = Callable[[str, int, int], None]
 OnDone = Callable[[Cell], None]
-FASTEST = "fastest"
-BENCH_ALLOCATORS = (FASTEST, *ALLOCATORS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,23 +52,17 @@ class Plan:
             text_override("data.cache_dir", str(self.output / "data")),
         )
 
-    def allocators(self, strategy: Strategy) -> list[str]:
-        """Which to run a strategy with in the first round; it goes on with the fastest."""
-        if self.allocator != FASTEST:
-            return [self.allocator]
-        if sys.platform != "linux":
-            return ["auto"]
-        if torch.accelerator.is_available():
-            return ["glibc"]  # nothing but the environment as it is: activations are not on the CPU
-        if strategy.is_ours and strategy.name != REFERENCE:
-            return ["auto"]
-        return ["glibc", *allocators.installed_libraries()]
+    @property
+    def environment(self) -> dict[str, str]:
+        """That of each run: the same allocator for all. With an accelerator, activations are not on the CPU."""
+        if self.allocator == "auto" and torch.accelerator.is_available():
+            return dict(os.environ)
+        return environment_with(self.allocator)
 
     @property
     def cell_count(self) -> int:
         """Most runs there can be; a strategy that fails is not tried again."""
-        trials = sum(len(self.allocators(strategy)) for strategy in self.strategies)
-        return trials + (self.rounds - 1) * len(self.strategies)
+        return self.rounds * len(self.strategies)
 
 
 def plan_steps(
@@ -83,15 +75,14 @@ def plan_steps(
     steps: int | None = None,
     rounds: int = 1,
     output: Path = Path("runs/bench"),
-    allocator: str = FASTEST,
+    allocator: str = "auto",
 ) -> Plan:
     """Check everything that can be checked without running; raises :class:`OffloadConfigError` with all errors."""
     overrides = (*overrides, *([f"training.max_steps={steps}"] if steps is not None else []))
     with collect_errors("benchmark") as check:
         with check:
-            choose("allocator", allocator, BENCH_ALLOCATORS)
-            if allocator != FASTEST:
-                allocators.environment_with(allocator)
+            choose("allocator", allocator, ALLOCATORS)
+            environment_with(allocator)
         with check:
             if rounds < 1:
                 raise OffloadConfigError(f"rounds={rounds}: give one or more.")
@@ -144,50 +135,34 @@ class _Run:
         self._total = plan.cell_count
 
     def run(self) -> None:
-        latest = {strategy.name: self._first_round(strategy) for strategy in self._plan.strategies}
-        for number in range(2, self._plan.rounds + 1):
+        latest: dict[str, Cell] = {}
+        for number in range(1, self._plan.rounds + 1):
             for strategy in self._plan.strategies:
-                last = latest[strategy.name]
-                if self._hopeless(last):
+                if strategy.name in latest and self._hopeless(latest[strategy.name]):
                     self._total -= 1
                 else:
-                    latest[strategy.name] = self._cell(strategy, number, last.allocator)
-        self._control(latest[REFERENCE])
+                    latest[strategy.name] = self._cell(strategy, number)
+        self._control(latest[REFERENCE].strategy)
 
-    def _first_round(self, strategy: Strategy) -> Cell:
-        """Run the strategy with every allocator to try; returns the fastest run, which is the one that counts."""
-        candidates = self._plan.allocators(strategy)
-        trials: list[Cell] = []
-        for allocator in candidates:
-            trials.append(self._cell(strategy, 1, allocator))
-            if self._hopeless(trials[-1]):
-                break
-        self._total -= len(candidates) - len(trials)
-        best = min(trials, key=lambda cell: (cell.report.median_step_s if cell.report else None) or float("inf"))
-        for cell in trials:
-            cell.extra = None if cell is best else "trial of an allocator"
-        return best
-
-    def _control(self, last: Cell) -> None:
+    def _control(self, strategy: Strategy) -> None:
         """Run the baseline once more where bits differ on an accelerator: it may not be deterministic either."""
         baseline = list(self._results.reports(REFERENCE).values())
         if len(baseline) == 1 and baseline[0].machine["device"] != "cpu" and self._results.mismatches():
             self._total += 1
-            why = "control of whether the baseline is deterministic"
-            self._cell(last.strategy, self._plan.rounds, last.allocator, why)
+            self._cell(strategy, self._plan.rounds, is_control=True)
 
-    def _cell(self, strategy: Strategy, number: int, allocator: str, extra: str | None = None) -> Cell:
+    def _cell(self, strategy: Strategy, number: int, is_control: bool = False) -> Cell:
         case = self._plan.case
-        name = file_name(f"{number}_{strategy.name}_{allocator}{f'_{extra.split()[0]}' if extra else ''}")
+        name = file_name(f"{number}_{strategy.name}_{'control' if is_control else self._plan.allocator}")
         spec = CellSpec(
             recipe=case.recipe,
             overrides=self._plan.overrides_for(case),
             strategy=strategy.name,
             base=str(self._plan.output / "cells" / case.file_name / name),
         )
-        what = f"{case.label}, {strategy.name}{f' ({extra})' if extra else ''}, round {number}, {allocator}"
+        what = f"{case.label}, {strategy.name}{' again' if is_control else ''}, round {number}"
         self._on_start(what, len(self._results.cells), self._total)
-        cell = Cell(strategy, number, allocator, run_cell(spec, allocators.environment_with(allocator)), extra)
+        cell = Cell(strategy, number, run_cell(spec, self._plan.environment), is_control)
         self._results.cells.append(cell)
         self._on_done(cell)
         return cell

@@ -84,11 +84,6 @@ def footnotes(results: Results) -> list[str]:
         f"Machine: {machine['cores']} cores, {machine['threads']} threads, {machine['device']}; torch "
         f"{versions['torch']}, transformers {versions['transformers']}.",
     ]
-    if any(cell.extra and cell.extra.startswith("trial") for cell in results.cells):
-        notes.append(
-            "Allocator: in the first round, the baseline and others' strategies run with glibc's and those that are "
-            "installed; they continue with the fastest. The slower runs are in table.json."
-        )
     return notes
 
 

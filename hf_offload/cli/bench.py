@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 bench = typer.Typer(help="Measure training steps, drives and the overhead of a saved tensor.", no_args_is_help=True)
 
-FASTEST = "fastest"
 Shape = Annotated[
     str, typer.Argument(metavar="MODEL", help="A short name (gpt2-small), a recipe (gpt/demo), or a recipe's file.")
 ]
@@ -48,12 +47,12 @@ DryRun = Annotated[
 ]
 
 
-def check_recipe(shape: str, overrides: list[str] | None, steps: int | None = None, allocator: str = FASTEST) -> None:
+def check_recipe(shape: str, overrides: list[str] | None, steps: int | None = None, allocator: str = "auto") -> None:
     """Raise :class:`~hf_offload.errors.OffloadConfigError` for wrong settings, before torch is imported."""
     changes = [*(overrides or []), *([] if steps is None else [f"training.max_steps={steps}"])]
     with collect_errors("benchmark") as check:
         with check:
-            choose("allocator", allocator, (FASTEST, *ALLOCATORS))
+            choose("allocator", allocator, ALLOCATORS)
         with check:
             recipe, own = measured_recipe(shape)
             check_directories([read_recipe(recipe, [*own, *changes]).offload])
@@ -63,7 +62,7 @@ def list_plan(plan: "Plan", what: str) -> None:
     """Print what would run, and in a last line ``what`` that is in all."""
     for strategy in plan.strategies:
         missing = "" if strategy.is_installed else f" ({strategy.package} is not installed)"
-        write(f"{plan.case.label}, {strategy.name}, {'/'.join(plan.allocators(strategy))}{missing}")
+        write(f"{plan.case.label}, {strategy.name}{missing}")
     write(f"{what}, into {plan.output}")
 
 
@@ -77,8 +76,8 @@ def steps(
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of a run. Default: the recipe's.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each, in turns.")] = 1,
     allocator: Annotated[
-        str, typer.Option(help=f"CPU memory allocator of all runs: {', '.join(ALLOCATORS)}; or the fastest for each.")
-    ] = FASTEST,
+        str, typer.Option(help=f"CPU memory allocator of all runs: {', '.join(ALLOCATORS)}.")
+    ] = "auto",
     output_dir: Annotated[
         Path, typer.Option("--output", help="Folder for the table, the picture and every run's report.")
     ] = Path("runs/bench"),

@@ -2,16 +2,18 @@
 
 import os
 import subprocess
+import typing
 from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 
 from hf_offload.cli.console import clear_errors, note, visible_log, write
 from hf_offload.errors import EXIT_REFUSED
 from hf_offload.integrations.launch import (
     SECTION,
-    checked_config,
+    check_config,
     default_config,
     find_config,
     launch,
@@ -79,12 +81,22 @@ def config(
         values = read_config(source)
         values["offload"] = values.pop(SECTION, {})  # settings are read and named as in a recipe
         for change in changes or ():
-            apply_override(values, change)
+            apply_override(values, _as_accelerate_reads(change))
         section = values.pop("offload", {})
         from_mapping(OffloadConfig, section, "offload")
         target = file or default_config()
         check_output_file(target, "--config_file")
-        values = checked_config(values, "the changes") | {SECTION: section}
-        write_whole(target, dump_yaml(values))
+        check_config(values, "the changes")
+        write_whole(target, dump_yaml(values | {SECTION: section}))
         chosen = "" if file is None else f" --config_file {target}"
         write(f"Wrote {target}. Start with:\n  hf-offload launch{chosen} train.py")
+
+
+def _as_accelerate_reads(change: str) -> str:
+    """A change of a switch of accelerate's, whose YAML, of version 1.1, has more words for true and false."""
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    key, _, text = change.partition("=")
+    declared = typing.get_type_hints(ClusterConfig).get(key)
+    value = yaml.safe_load(text) if bool in (declared, *typing.get_args(declared)) and text.isalpha() else None
+    return f"{key}={str(value).lower()}" if isinstance(value, bool) else change

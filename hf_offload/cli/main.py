@@ -9,7 +9,6 @@ import typer
 import hf_offload
 from hf_offload.allocator import restart_with_allocator
 from hf_offload.cli.bench import bench
-from hf_offload.cli.card import card
 from hf_offload.cli.console import write
 from hf_offload.cli.doctor import doctor
 from hf_offload.cli.launch import EPILOG, METAVAR, PASSED_ON, config, launch_script
@@ -51,7 +50,6 @@ app.command()(plan)
 app.command()(doctor)
 app.command("launch", context_settings=PASSED_ON, epilog=EPILOG, options_metavar=METAVAR)(launch_script)
 app.command()(config)
-app.command()(card)
 app.command()(replay)
 app.add_typer(bench, name="bench")
 app.add_typer(recipes, name="recipes")

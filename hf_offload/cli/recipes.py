@@ -1,10 +1,8 @@
-"""``hf-offload recipes``: recipes as text that stands alone, and how they are summed up in a line."""
+"""``hf-offload recipes``: recipes in a list, and as text that stands alone."""
 
 import dataclasses
 import shlex
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -12,7 +10,7 @@ from rich.markup import escape
 from hf_offload.cli.console import clear_errors, loading_torch, make_table, note, print_table, write
 from hf_offload.cli.options import Overrides
 from hf_offload.errors import EXIT_PROBLEM, OffloadConfigError, OffloadError
-from hf_offload.settings.layers import Layers, drop_nulls, read_layers
+from hf_offload.settings.layers import drop_nulls, read_layers
 from hf_offload.settings.load import nearest
 from hf_offload.settings.recipe_files import find_recipe, recipe_names, shipped_name
 from hf_offload.settings.recipe_meta import META, PREDICTED, PROGRAM, read_meta
@@ -30,7 +28,7 @@ Names = Annotated[list[str], typer.Argument(metavar="RECIPE", help="Shipped reci
 def list_recipes(
     family: Annotated[str | None, typer.Option(help="One family only, such as llama.")] = None,
 ) -> None:
-    """List the shipped recipes: model, method, and the GPU and peak memory each is meant for."""
+    """List the shipped recipes: what each is, and the GPU and peak memory it is meant for."""
     with clear_errors():
         families = sorted({name.partition("/")[0] for name in recipe_names()})
         if family is not None and family not in families:
@@ -39,14 +37,14 @@ def list_recipes(
             )
         table = make_table(
             "",
-            ("recipe", "model", "GPU", "peak", "method"),
+            ("recipe", "GPU", "peak", "summary"),
             "GPU: what it is meant for. peak: predicted there, weights included (hf-offload plan RECIPE).",
-            left=("model", "GPU", "method"),
+            left=("GPU", "summary"),
         )
         for name in recipe_names():
             if family is None or name.startswith(f"{family}/"):
-                meta, tree = read_meta(name), read_layers(find_recipe(name)).tree
-                cells = (name, model_of(tree), meta.target.gpu or "-", meta.prediction.peak or "-", method_of(tree))
+                meta = read_meta(name)
+                cells = (name, meta.target.gpu or "-", meta.prediction.peak or "-", meta.summary or "-")
                 table.add_row(*map(escape, cells))
         print_table(table)
 
@@ -56,7 +54,7 @@ def show(
     name: Name,
     overrides: Overrides = None,
 ) -> None:
-    """Print a recipe and its layers as one file, with the origin of each setting. Save it to change it and to train it."""
+    """Print a recipe and its layers as one file. Save it to change it and to train it."""
     with clear_errors():
         write(_merged(name, overrides or []).removesuffix("\n"))
 
@@ -97,58 +95,5 @@ def _merged(name: str, overrides: list[str]) -> str:
     comment = f"# {shlex.join([PROGRAM, 'recipes', 'show', name, *overrides])}\n"
     if len(layers.files) > 1:
         comment += "# Layers, in the order in which they were merged:\n"
-        comment += "".join(f"#   {layer_name(file)}\n" for file in layers.files)
-    return f"{comment}\n{merged_text(layers)}"
-
-
-def merged_text(layers: Layers) -> str:
-    """All layers as one recipe in YAML, with comments that say which layer a setting comes from."""
-    several = len(layers.files) > 1
-    parts = []
-    for section, content in layers.tree.items():
-        if not isinstance(content, dict):
-            parts.append(dump_yaml({section: content}))
-            continue
-        lines = [f"{section}:{'' if content else ' {}'}\n"]
-        said: Path | None = None
-        for key, value in content.items():
-            file = layers.origins.get((section, key))
-            if several and file is not None and file != said:
-                lines.append(f"  # {layer_name(file)}\n")
-                said = file
-            lines.extend(f"  {line}\n" for line in dump_yaml({key: value}).splitlines())
-        parts.append("".join(lines))
-    return "\n".join(parts)
-
-
-def layer_name(file: Path) -> str:
-    """A layer's name among the shipped ones, or its path."""
-    return shipped_name(file) or str(file)
-
-
-def method_of(tree: Mapping[str, Any]) -> str:
-    """How a recipe trains and where activations go, in words: ``lora + ssd, tiled``."""
-    offload = tree.get("offload") or {}
-    words = [str((tree.get("memory") or {}).get("mode", "full"))]
-    tier = str(offload.get("tier", "auto")) if "offload" in tree else "none"
-    if tier != "none":
-        words.append(tier)
-    extras = []
-    training = tree.get("training") or {}
-    if training.get("gradient_checkpointing") or training.get("activation_checkpointing"):
-        extras.append("recompute")
-    if "sampling" in tree or offload.get("sampled_linear") is not None:
-        extras.append("sampled")
-    if offload.get("recompute_elementwise", "off") not in ("off", "", False, None, []):
-        extras.append("elementwise")
-    if any(offload.get(name, "off") not in ("off", False) for name in ("tiled_loss", "tiled_mlp")):
-        extras.append("tiled")
-    return ", ".join([" + ".join(words), *extras])
-
-
-def model_of(tree: Mapping[str, Any]) -> str:
-    """The model of a recipe in a word."""
-    model = tree.get("model") or {}
-    shape = model.get("shape") or {}
-    architecture = model.get("architecture") or shape.get("architecture") or "-"
-    return str(model.get("name") or f"{architecture}, random weights")
+        comment += "".join(f"#   {shipped_name(file) or file}\n" for file in layers.files)
+    return "\n".join([comment, *(dump_yaml({section: content}) for section, content in layers.tree.items())])

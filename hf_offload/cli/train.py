@@ -1,6 +1,5 @@
 """``hf-offload train``."""
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ from rich.markup import escape
 from hf_offload.cli.console import clear_errors, loading_torch, make_table, print_table, visible_log
 from hf_offload.cli.options import Overrides
 from hf_offload.errors import EXIT_INTERRUPTED
-from hf_offload.settings.recipes import load_recipe, read_recipe, text_override
+from hf_offload.settings.recipes import load_recipe, read_recipe
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.training.places import check_places
 
@@ -21,10 +20,6 @@ def train(
         str, typer.Argument(metavar="RECIPE", help="A recipe's file, or the name of a shipped one, such as gpt/demo.")
     ],
     overrides: Overrides = None,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Where the recipe's data.files are. Default: the current folder."),
-    ] = None,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Measure memory, and write losses, times and memory as JSON.")
     ] = None,
@@ -34,17 +29,14 @@ def train(
 ) -> None:
     """Train what a recipe describes, evaluate it on the validation data, and save the model."""
     with clear_errors(), visible_log():
-        changes = [*(overrides or []), *([] if data_dir is None else [text_override("data.data_dir", str(data_dir))])]
-        check_places(read_recipe(recipe, changes), report=report, resume=resume)
+        check_places(read_recipe(recipe, overrides or ()), report=report, resume=resume)
         if context.obj is not None:
             context.obj()  # restarts with another allocator
         with loading_torch():
-            loaded = load_recipe(recipe, changes)
+            loaded = load_recipe(recipe, overrides or ())
             from hf_offload.training.run import run_recipe  # slow: only a good recipe is worth the wait
 
-        given = [*([] if data_dir is None else ["--data-dir", str(data_dir)]), *(["--resume"] if resume else [])]
-        command = shlex.join(["hf-offload", "train", recipe, *(overrides or []), *given])
-        result = run_recipe(loaded, report=report, resume=resume, command=command)
+        result = run_recipe(loaded, report=report, resume=resume)
     rows = [("steps", str(result.steps))]
     if result.losses:
         rows.append(("loss", f"{result.losses[0]:.4f} first, {result.losses[-1]:.4f} last"))

@@ -25,7 +25,7 @@ from hf_offload.methods.applied import apply_mode
 from hf_offload.session import ENVIRONMENT, OffloadSession, attach, attached_session
 from hf_offload.settings.environment import settings_with, variable
 from hf_offload.settings.memory_modes import NONE
-from hf_offload.settings.schema import FIELDS, OffloadConfig, with_checked
+from hf_offload.settings.schema import OffloadConfig, with_checked
 from hf_offload.settings.shown import cropped, shown
 from hf_offload.snapshots.loops import LoopSnapshots
 from hf_offload.storage.service import storage_of
@@ -52,7 +52,6 @@ class OffloadPlugin:
 
     Attributes:
         config: The settings in effect.
-        sources: The source of each setting that is not a default: ``"given"`` or a variable's name.
     """
 
     def __init__(self, **settings: Any):
@@ -66,16 +65,6 @@ class OffloadPlugin:
                     field,
                     shown(settings[field]),
                 )
-        self.sources = {field: variable(field) for field in found} | dict.fromkeys(settings, "given")
-
-    def __repr__(self) -> str:
-        named = [
-            f"{field}={getattr(self.config, field)!r}"
-            + ("" if self.sources[field] == "given" else f" (from {self.sources[field]})")
-            for field in FIELDS
-            if field in self.sources
-        ]
-        return f"OffloadPlugin({', '.join(named)})"
 
     def accelerator(self, **kwargs: Any) -> Accelerator:
         """An :class:`~accelerate.Accelerator` made with ``kwargs`` that offloads."""
@@ -100,12 +89,15 @@ class OffloadedAccelerator:
 
     ``accelerator.end_training()`` logs a summary and detaches; ``accelerator.free_memory()`` detaches the models that the
     accelerator drops.
+
+    Attributes:
+        config: The settings in effect.
     """
 
     def __init__(self, accelerator: Accelerator, config: OffloadConfig, by: str):
         _refuse(accelerator, config, by)
         self._accelerator = weakref.ref(accelerator)
-        self._config = config
+        self.config = config
         self._by = by
         self._sessions: list[OffloadSession] = []  # includes those of freed models, for the summary
         self._optimizers: dict[int, Any] = {}  # id of an optimizer -> the handle of its hook
@@ -125,11 +117,6 @@ class OffloadedAccelerator:
         """One for each model that is offloaded, or was when it was freed without ``free_memory()``."""
         return list(self._sessions)
 
-    @property
-    def config(self) -> OffloadConfig:
-        """The settings in effect."""
-        return self._config
-
     def snapshots(self, folder: str | None = None, *, resume: bool | None = None) -> LoopSnapshots:
         """A block that takes a snapshot every ``snapshot_steps`` steps of what ``save_state`` would save: all that is
         prepared or registered by then. It is a method of the accelerator, too. ``folder``, by default ``project_dir``, tells
@@ -141,17 +128,17 @@ class OffloadedAccelerator:
         accelerator = self._accelerator()
         assert accelerator is not None
         folder = folder or accelerator.project_dir
-        if self._config.snapshot_steps is None or folder is None:
+        if self.config.snapshot_steps is None or folder is None:
             raise OffloadConfigError(
                 "snapshots() needs OffloadPlugin(snapshot_steps=...), and a folder or project_dir."
             )
-        source = Prepared(accelerator, self._config)
+        source = Prepared(accelerator, self.config)
         self._takes_snapshots = True
-        return LoopSnapshots(source, self._config, Path(folder), storage_of(source.model), resume)
+        return LoopSnapshots(source, self.config, Path(folder), storage_of(source.model), resume)
 
     def check_snapshots(self) -> None:
         """Raise :class:`~hf_offload.OffloadConfigError` if snapshots are set, and the loop takes none."""
-        if self._config.snapshot_steps is not None and not self._takes_snapshots:
+        if self.config.snapshot_steps is not None and not self._takes_snapshots:
             raise OffloadConfigError(
                 "snapshot_steps is set, and this loop takes no snapshots, for it alone knows where a step ends: write "
                 "with accelerator.snapshots() as snapshots, or leave snapshot_steps out."
@@ -172,22 +159,31 @@ class OffloadedAccelerator:
 
     def prepares_model(self, model: nn.Module) -> None:
         """The accelerator is about to prepare a model for training: the memory mode changes it before it is wrapped."""
-        if self._config.memory_mode != NONE and any(one.requires_grad for one in model.parameters()):
-            apply_mode(model, self._config)
+        if self.config.memory_mode != NONE and any(one.requires_grad for one in model.parameters()):
+            apply_mode(model, self.config)
 
     def prepares_optimizer(self, optimizer: Any) -> Any:
         """The accelerator is about to prepare an optimizer: that of the memory mode takes its place."""
-        if self._config.memory_mode == NONE or getattr(optimizer, "_is_accelerate_prepared", False):
+        if self.config.memory_mode == NONE or getattr(optimizer, "_is_accelerate_prepared", False):
             return optimizer
+        sessions = self._sessions_of(optimizer)
+        if not sessions:
+            raise OffloadConfigError(
+                f"memory_mode={self.config.memory_mode!r}: an optimizer is prepared before its model: prepare the model "
+                "first, or pass it in front of the optimizer."
+            )
+        check_step(self._accelerator(), self.config)
+        return sessions[0].prepare_optimizer(optimizer)
+
+    def _sessions_of(self, optimizer: Any) -> list[OffloadSession]:
+        """Those of models with parameters of ``optimizer``."""
         mine = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        for session in self.sessions:
-            if session.model is not None and any(id(one) in mine for one in session.model.parameters()):
-                check_step(self._accelerator(), self._config)
-                return session.prepare_optimizer(optimizer)
-        raise OffloadConfigError(
-            f"memory_mode={self._config.memory_mode!r}: an optimizer is prepared before its model: prepare the model first, "
-            "or pass it in front of the optimizer."
-        )
+        models = {session: session.model for session in self._sessions}
+        return [
+            session
+            for session, model in models.items()
+            if model is not None and any(id(one) in mine for one in model.parameters())
+        ]
 
     def prepared_model(self, model: nn.Module, trained: bool) -> None:
         """The accelerator has prepared a model, ``trained`` or for evaluation only."""
@@ -200,15 +196,13 @@ class OffloadedAccelerator:
     def stream_optimizers(self) -> None:
         """Stream the state of the optimizers that the accelerator has prepared, if that is set."""
         accelerator = self._accelerator()
-        if accelerator is None or self._config.state_place == "none":
+        if accelerator is None or self.config.state_place == "none":
             return
-        if self._config.optimizer is None and has_own_state(accelerator):
+        if self.config.optimizer is None and has_own_state(accelerator):
             return
         for optimizer in accelerator._optimizers:
-            mine = {id(one) for group in optimizer.param_groups for one in group["params"]}
-            for session in self.sessions:
-                if session.model is not None and any(id(one) in mine for one in session.model.parameters()):
-                    stream_prepared(session, optimizer)
+            for session in self._sessions_of(optimizer):
+                stream_prepared(session, optimizer)
 
     def stepped(self) -> None:
         """An optimizer has stepped."""
@@ -225,7 +219,7 @@ class OffloadedAccelerator:
 
     def update(self) -> None:
         """Attach to what the accelerator has prepared, and detach from what it has dropped."""
-        if not self._config.changes_a_run:
+        if not self.config.changes_a_run:
             return
         accelerator = self._accelerator()
         assert accelerator is not None
@@ -251,18 +245,18 @@ class OffloadedAccelerator:
     def _attach_model(self, model: nn.Module) -> None:
         accelerator = self._accelerator()
         assert accelerator is not None
-        if self._config.tier == "auto" and accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        if self.config.tier == "auto" and accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise compiled_error()
         present = attached_session(model)
         if present is not None and self._by == ENVIRONMENT:
             return  # the script offloads this model itself
-        if self._by == ENVIRONMENT and self._config.snapshot_steps is not None:
+        if self._by == ENVIRONMENT and self.config.snapshot_steps is not None:
             raise OffloadConfigError(
-                f"snapshot_steps={self._config.snapshot_steps} is set by the environment, and a loop alone knows where a "
+                f"snapshot_steps={self.config.snapshot_steps} is set by the environment, and a loop alone knows where a "
                 "step ends: give it to OffloadTrainingArguments, or to OffloadPlugin in a loop with accelerator.snapshots()."
             )
         trains = any(one.requires_grad for one in model.parameters())
-        config = with_checked(self._config, snapshot_steps=None, snapshot_dir=None, snapshot_parity=0)
+        config = with_checked(self.config, snapshot_steps=None, snapshot_dir=None, snapshot_parity=0)
         config = config if trains else config.without_mode()
         session = attach(model, config, run_id=self, owner=self._by)
         self._sessions.append(session)

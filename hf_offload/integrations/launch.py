@@ -4,22 +4,20 @@ The settings reach the processes as environment variables. A variable that is se
 """
 
 import contextlib
-import enum
 import logging
 import os
 import tempfile
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import yaml
+
 import hf_offload
 from hf_offload.errors import OffloadConfigError
-from hf_offload.parents import parent_variables
-from hf_offload.settings.environment import settings_with, variable, variables_for
-from hf_offload.settings.load import choose, collect_errors
+from hf_offload.settings.environment import PARENT_VARIABLE, settings_with, variable, variables_for
 from hf_offload.settings.shown import cropped, listed, nearest, shown
-from hf_offload.settings.text_files import is_file, parse_json, read_text
+from hf_offload.settings.text_files import is_file, parse_json, read_text, reason_of
 from hf_offload.settings.values import expand
 from hf_offload.settings.yaml_text import dump_yaml, parse_yaml
 
@@ -29,10 +27,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SECTION = "hf_offload_config"
-_OF_OLD_FILES = {"fp16": bool, "dynamo_backend": str}  # which accelerate converts
-_OF_ANY_TYPE = ("downcast_bf16",)  # declared as true or false; what accelerate writes is text
-_BOOLEANS = {"yes": True, "on": True, "no": False, "off": False}
-_NOT_OF_A_KIND = {int: "not a whole number", bool: "neither true nor false", dict: "not a mapping", str: "not text"}
 _RUN = "hf_offload.run"
 _SHIPPED = Path(hf_offload.__file__).resolve().parent / "launch_configs"
 
@@ -66,15 +60,20 @@ def find_config(name: str) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A config file of accelerate, YAML or JSON.
+    """A config file of accelerate, YAML or JSON, as accelerate reads it; our section is read as a recipe is.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` if it cannot be read.
     """
     text = read_text(path, "The config file")
-    config = parse_json(text, f"The config file {path}") if path.suffix == ".json" else parse_yaml(text, str(path))
+    is_json = path.suffix == ".json"
+    config = parse_json(text, f"The config file {path}") if is_json else parse_yaml(text, str(path))
     if not isinstance(config, dict):
         raise OffloadConfigError(f"The config file {path} is not a mapping of settings.")
-    return config
+    section = {SECTION: config[SECTION]} if SECTION in config else {}
+    try:
+        return config if is_json else {**yaml.safe_load(text), **section}
+    except (ValueError, yaml.YAMLError) as error:  # such as a date that is none
+        raise OffloadConfigError(f"The config file {path} cannot be read: {cropped(str(error))}.") from error
 
 
 def take_section(config: dict[str, Any], where: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -133,13 +132,8 @@ def launch(arguments: Sequence[str]) -> None:
     config = None if path is None else read_config(path)
     variables = {} if config is None else take_section(config, str(path))
     # Wrong settings are reported once, before any process starts.
-    with collect_errors("settings") as check:
-        with check:
-            settings_with({}, "environment", os.environ | variables)
-        with check:
-            if config is not None:
-                config = checked_config(config, str(path))
-    os.environ.update(variables | parent_variables())
+    settings_with({}, "environment", os.environ | variables)
+    os.environ.update(variables | {PARENT_VARIABLE: "1"})
     if not torch.accelerator.is_available() and not os.environ.get(ALLOCATOR_VARIABLE):
         os.environ.update(environment_with("auto"))
     if config is None:
@@ -163,57 +157,29 @@ def _refuse_option(message: str) -> NoReturn:
     raise OffloadConfigError(f"hf-offload launch: {message} (`accelerate launch --help` lists all options)")
 
 
-def checked_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``config`` as accelerate reads it: in its YAML, of version 1.1, ``use_cpu: no`` is false.
+def check_config(config: Mapping[str, Any], where: str) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadConfigError` for what accelerate refuses of a config file."""
+    from accelerate.commands.config.config_args import load_config_from_file
 
-    Raises :class:`~hf_offload.errors.OffloadConfigError` for keys that accelerate does not know and values that are not of
-    the type it declares, on which it would fail somewhere.
-    """
-    from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
-
-    sagemaker = config.get("compute_environment") == "AMAZON_SAGEMAKER"
-    types = typing.get_type_hints(SageMakerConfig if sagemaker else ClusterConfig) | _OF_OLD_FILES
-    checked = dict(config)
-    with collect_errors(f"config file {where}") as check:
-        with check:
-            if config.get("distributed_type") is None:
-                raise OffloadConfigError(f"{where}: distributed_type is missing: name one, such as MULTI_GPU, or 'NO'.")
-        for key, value in config.items():
-            with check:
-                if key not in types:
-                    known = [*types, SECTION]
-                    raise OffloadConfigError(f"{where}: unknown key {shown(key)}.{nearest(key, known)}")
-                if value is None:
-                    del checked[key]  # the default
-                elif key not in _OF_ANY_TYPE:
-                    checked[key] = _checked_value(f"{where}: {key}", value, types[key])
-    return checked
+    with _file_with(dump_yaml(config)) as file, _refusals(where, file):
+        load_config_from_file(file)
 
 
-def _checked_value(name: str, value: Any, declared: Any) -> Any:
-    kinds = [declared] if isinstance(declared, type) else typing.get_args(declared)
-    if bool in kinds and isinstance(value, str):
-        value = _BOOLEANS.get(value.lower(), value)
-    words = [str(one.value) for kind in kinds if isinstance(kind, enum.EnumMeta) for one in list[enum.Enum](kind)]
-    if words:
-        choose(name, value, words)
-    for kind, description in _NOT_OF_A_KIND.items():
-        if kind in kinds and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
-            raise OffloadConfigError(f"{name}={shown(value)} is {description}.")
-    return value
+@contextlib.contextmanager
+def _refusals(where: str, file: str) -> Iterator[None]:
+    """What accelerate raises about ``file``, a copy of what the user calls ``where``, is a configuration error."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError) as error:
+        raise OffloadConfigError(f"accelerate refuses {where}: {reason_of(error).replace(file, where)}") from error
 
 
 def _launch(chosen: "argparse.Namespace", where: str) -> None:
-    """What accelerate refuses before it starts a process is a configuration error."""
     from accelerate.commands.launch import launch_command
 
-    try:
+    # On a TPU the script itself runs in this process.
+    with contextlib.nullcontext() if getattr(chosen, "tpu", False) else _refusals(where, str(chosen.config_file)):
         launch_command(chosen)
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError) as error:
-        if getattr(chosen, "tpu", False):  # the script itself ran in this process
-            raise
-        reason = cropped(str(error).replace(str(chosen.config_file), where)) or type(error).__name__
-        raise OffloadConfigError(f"accelerate refuses {where}: {reason}") from error
 
 
 @contextlib.contextmanager

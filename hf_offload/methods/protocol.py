@@ -48,13 +48,11 @@ class MemoryMode(abc.ABC):
 
     Attributes:
         takes_fused: The optimizer has the option ``fused`` of ``torch.optim.AdamW``.
-        card_library: The library that loads the trained model, as the Hub names it.
         uses_gradients: There is a backward. Without one, nothing is saved, and the optimizer's step takes a closure.
         replaces: Optimizers of scripts that the mode's takes the place of.
     """
 
     takes_fused: ClassVar[bool] = False
-    card_library: ClassVar[str] = "transformers"
     uses_gradients: ClassVar[bool] = True
     replaces: ClassVar[tuple[type[torch.optim.Optimizer], ...]] = (torch.optim.AdamW, torch.optim.Adam)
 

@@ -1,4 +1,4 @@
-"""What people read: model cards, tables and pictures.
+"""What people read: tables and pictures.
 
 Results are measured elsewhere (``training``, ``bench``, ``forecast``), and nothing here is imported while training.
 """

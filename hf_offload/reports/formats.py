@@ -1,27 +1,14 @@
 """Rows of a benchmark as Markdown and JSON."""
 
-import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_offload.settings.text_files import write_whole
-from hf_offload.training.report import ModelFacts
 
 REFERENCE = "baseline"
 """The strategy that a benchmark compares the others with: no offloading."""
-
-
-def flat(row: Any) -> dict[str, Any]:
-    """The fields of the dataclass ``row``; in place of ``model`` those of the model, ``None`` each where none was built."""
-    values: dict[str, Any] = {}
-    for name, value in dataclasses.asdict(row).items():
-        if name == "model":
-            values |= value or dict.fromkeys(field.name for field in dataclasses.fields(ModelFacts))
-        else:
-            values[name] = value
-    return values
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -79,7 +79,7 @@ def _fill(instance: Any, given: ArgsKwargs, what: str, named: Named) -> None:
     try:
         type(instance).__pydantic_validator__.validate_python(given, self_instance=instance, context=named)
     except ValidationError as error:
-        raise joined(what, [text for _, text in _problems(type(instance), error, what, named)]) from None
+        raise joined(what, list(_problems(type(instance), error, what, named))) from None
 
 
 def build(cls: type[T], values: Mapping[str, Any], what: str, named: Named = str) -> T:
@@ -106,15 +106,6 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str, named: Nam
     return made
 
 
-def field_problems(cls: type[Any], values: Mapping[str, Any], named: Named) -> list[str]:
-    """What is wrong with each of ``values`` alone, whatever the others are."""
-    try:
-        cls.__pydantic_validator__.validate_python(ArgsKwargs((), dict(values)), context=named)
-    except ValidationError as error:
-        return [text for field, text in _problems(cls, error, cls.__name__, named) if field]
-    return []
-
-
 def in_section(section: str) -> Named:
     """Names of fields in a section of a file: ``in_section("data")("hub") == "data.hub"``."""
     return lambda field: f"{section}.{field}"
@@ -134,8 +125,8 @@ _WRONG = {
 }
 
 
-def _problems(cls: type[Any], error: ValidationError, what: str, named: Named) -> Iterator[tuple[str, str]]:
-    """The field, empty for several of them, and what is wrong with it."""
+def _problems(cls: type[Any], error: ValidationError, what: str, named: Named) -> Iterator[str]:
+    """What is wrong, each with the field it is about."""
     fields = list(cls.__pydantic_fields__)
     for one in error.errors(include_url=False):
         field = str(next(iter(one["loc"]), ""))
@@ -144,18 +135,18 @@ def _problems(cls: type[Any], error: ValidationError, what: str, named: Named) -
         context = one.get("ctx", {})
         cause = context.get("error")
         if isinstance(cause, OffloadConfigError):
-            yield from ((field, problem) for problem in cause.problems or (str(cause),))
+            yield from cause.problems or (str(cause),)
         elif one["type"].startswith("missing"):
-            yield field, f"{named(field)} is missing."
+            yield f"{named(field)} is missing."
         elif one["type"].startswith("unexpected"):
-            yield field, _unknown(what, field, fields)
+            yield _unknown(what, field, fields)
         else:
             unit = forms(cls)[field].unit
             numbers = {name: _plain(bound) for name, bound in context.items()}
             wrong = _WRONG.get(one["type"], "cannot be taken: {said}").format(
                 **{"unit": unit and f" of {unit}", "said": cause or cropped(one["msg"]), **numbers}
             )
-            yield field, f"{named(field)}={shown(one['input'])} {wrong}."
+            yield f"{named(field)}={shown(one['input'])} {wrong}."
 
 
 def _plain(bound: Any) -> Any:
@@ -182,8 +173,6 @@ def described(cls: type[T]) -> type[T]:
 
 # --------------------------------------------------------------------------------------------------------- settings as text
 
-NEVER, SCALAR, ALWAYS = "never", "scalar", "always"
-
 
 @dataclasses.dataclass(frozen=True)
 class Form:
@@ -194,17 +183,12 @@ class Form:
         scope: What the setting is about.
         unit: What a number counts, such as ``"bytes"``.
         splits: Whether commas separate values in a text that came from a variable or an argument.
-        choices: The words to choose from, where it is one of some.
-        as_text: Whether what stands on a command line is the text itself and no YAML: :data:`ALWAYS`, :data:`NEVER`, or for a
-            :data:`SCALAR`, where a list or a mapping may stand too.
     """
 
     kind: type
     scope: Scope
     unit: str
     splits: bool
-    choices: tuple[str, ...]
-    as_text: str
 
     def from_text(self, text: str) -> Any:
         """The value of a variable or an argument. Wrong text is returned as it is: the settings class refuses it."""
@@ -261,14 +245,10 @@ def _form(schema: dict[str, Any], scope: Scope) -> Form:
         if one.get("type") != "null":
             schema = {**one, **schema}
     named = schema.get("type", ())
-    types = {named} if isinstance(named, str) else set(named)
     kind = {"integer": int, "number": float, "boolean": bool}.get(named if isinstance(named, str) else "", str)
-    text = "string" in types and not types & {"integer", "number", "boolean"}
     return Form(
         kind=kind,
         scope=scope,
         unit=schema.get("unit", ""),
         splits=schema.get("format") == "paths",
-        choices=tuple(schema.get("enum", ())),
-        as_text=NEVER if not text else ALWAYS if types == {"string"} else SCALAR,
     )

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.classes import field_problems, forms, from_mapping
-from hf_offload.settings.load import choose, collect_errors, joined
+from hf_offload.settings.classes import forms, from_mapping
+from hf_offload.settings.load import choose, collect_errors
 from hf_offload.settings.schema import FIELDS, OffloadConfig
 from hf_offload.settings.shown import cropped, nearest, shown
 
@@ -97,22 +97,15 @@ def settings_with(
     """``given``, which comes from ``where``, merged with the environment's settings, and the latter alone. ``given`` takes
     precedence, or with ``environment_first`` the environment.
 
-    Raises :class:`~hf_offload.errors.OffloadConfigError` for all errors of both, those that do not take effect included.
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for all errors of what takes effect.
     """
     environ = os.environ if environ is None else environ
     found = _values(environ)
-    losing, merged = (given, {**given, **found}) if environment_first else (found, {**found, **given})
+    merged = {**given, **found} if environment_first else {**found, **given}
     of_environment = {field: variable(field) for field in found if environment_first or field not in given}
     with collect_errors(f"{where} and the environment" if found else where) as check:
         with check:
             check_variables(environ)
-        unused = {field: losing[field] for field in sorted(given.keys() & found.keys())}
-        problems = field_problems(
-            OffloadConfig, unused, lambda field: f"{where}: {field}" if environment_first else variable(field)
-        )
-        with check:
-            if problems:
-                raise joined(where, problems)
         with check:
             config = from_mapping(OffloadConfig, merged, where, lambda field: of_environment.get(field, field))
             config.mode()  # raises for wrong settings of the mode

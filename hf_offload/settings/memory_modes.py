@@ -39,6 +39,8 @@ class Entry:
 
 
 _MODES = "hf_offload.methods"
+_OF_PEFT = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets"}
+"""What ``peft.LoraConfig`` calls a setting of adapters -> the setting."""
 _EIGHT_BIT = dict.fromkeys(("state_dtype", "plain_state_dtype", "projector_dtype"), "8bit")
 
 MODES = {
@@ -95,6 +97,8 @@ def memory_mode(name: str, settings: Any = None) -> "MemoryMode | None":
         return None
     mode = mode_class(name)
     known = mode.setting_names()
+    if "alpha" in known:
+        values = _named_as_here(values)
     with collect_errors(f"settings of memory_mode={name!r}") as check:
         for key in [key for key in values if key not in known]:
             with check:
@@ -108,6 +112,14 @@ def memory_mode(name: str, settings: Any = None) -> "MemoryMode | None":
             given = {key: value for key, value in values.items() if key in known}
             found = from_mapping(mode, {**MODES[name].defaults, **given}, f"memory_mode={name!r}")
     return found
+
+
+def _named_as_here(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings of adapters, which may be called as in peft."""
+    twice = [f"{theirs} and {ours}" for theirs, ours in _OF_PEFT.items() if theirs in values and ours in values]
+    if twice:
+        raise OffloadConfigError(f"memory_mode_kwargs: {', '.join(twice)} are the same setting: drop one.")
+    return {_OF_PEFT.get(key, key): "all" if value == "all-linear" else value for key, value in values.items()}
 
 
 def read_mode_settings(settings: Any, name: str = "memory_mode_kwargs") -> Mapping[str, Any]:

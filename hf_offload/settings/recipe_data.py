@@ -86,8 +86,8 @@ class DataRecipe:
             ``sequence-classification``.
         text_pair_column: For ``sequence-classification``: the column with the second text of a pair.
         label_column: For ``sequence-classification``: the column with the class, as text or a whole number.
-        messages_column: For ``causal-lm``: the column with conversations, each a list of ``role`` and ``content``, or of
-            ``from`` and ``value``. The loss is taken on what the role ``assistant`` says, and on nothing else.
+        messages_column: For ``causal-lm``: the column with conversations, each a list of ``role`` and ``content``. The loss
+            is taken on what the role ``assistant`` says, and on nothing else.
         prompt_column: Likewise, with ``answer_column``: for conversations of one prompt and one answer. To ``instruction``,
             a column ``input`` is appended.
         answer_column: The column with that answer.

@@ -7,15 +7,16 @@ Sections: ``meta`` (:mod:`hf_offload.settings.recipe_meta`), ``model``, ``data``
 reads is an error, and all errors of a recipe are reported at once.
 """
 
-import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
+import yaml
 from pydantic import model_validator
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.classes import ALWAYS, NEVER, build, forms, from_mapping, in_section, settings
+from hf_offload.settings.classes import build, from_mapping, in_section, settings
 from hf_offload.settings.environment import check_variables
 from hf_offload.settings.evaluation import EvaluationRecipe
 from hf_offload.settings.layers import drop_nulls, read_layers
@@ -25,11 +26,11 @@ from hf_offload.settings.recipe_data import RANDOM_TOKENS, DataRecipe, HubData
 from hf_offload.settings.recipe_files import find_recipe, recipe_names
 from hf_offload.settings.recipe_meta import META, MetaRecipe
 from hf_offload.settings.recipe_model import DTYPE_ALIASES, DTYPES, TASKS, ModelRecipe
-from hf_offload.settings.recipe_training import training_text, training_values
+from hf_offload.settings.recipe_training import check_training, training_values
 from hf_offload.settings.sampling import SampledLinearConfig
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.shown import cropped, shown
-from hf_offload.settings.values import Reader, Text, mapping, section, section_class
+from hf_offload.settings.values import Reader, Text, mapping, section
 from hf_offload.settings.yaml_text import parse_yaml
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "text_override",
 ]
 
+QUOTE = '"'
 SECTIONS = (META, "model", "data", "training", "evaluation", "offload", "sampling", "memory")
 
 
@@ -104,7 +106,7 @@ def read_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
     """Read a recipe and apply ``overrides`` such as ``training.max_steps=3``; a later one wins. Imports no library.
 
     Values are YAML: ``offload.tier=ssd``, ``data.files=[a.txt, b.txt]``, ``offload={tier: none}`` (a whole section),
-    ``offload.directory=null`` (back to the default); text and paths are taken as they are written. What the file names under
+    ``offload.directory=null`` (back to the default), ``training.run_name="2024"`` (text). What the file names under
     ``base`` is merged below it (:mod:`hf_offload.settings.layers`). Raises :class:`OffloadConfigError` with every error in
     it; what sections exclude of each other is looked at where each is right by itself.
     """
@@ -155,8 +157,8 @@ def _offloading(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """:func:`read_recipe`, and what only the libraries can check: ``model.architecture`` and ``model.config``, the section
-    ``memory``.
+    """:func:`read_recipe`, and what only the libraries can check: ``model.architecture`` and ``model.config``, the sections
+    ``training`` and ``memory``.
 
     Raises :class:`OffloadConfigError` with every error in it. Libraries, which take seconds to load, are not asked about a
     recipe that is wrong anyway.
@@ -167,6 +169,8 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
         with check, layers.located():
             recipe.model.check_library()
         with check, layers.located():
+            check_training(recipe.training)
+        with check, layers.located():
             recipe.offload.mode()
     return recipe
 
@@ -175,17 +179,14 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Apply ``override``, such as ``training.max_steps=3``, to ``tree``; ``null`` removes a key.
-
-    Values are YAML. Of settings that are text or a path, they are the text as it stands, unless it is in quotes.
-    """
+    """Apply ``override``, such as ``training.max_steps=3``, to ``tree``; values are YAML, and ``null`` removes a key."""
     key, equals, text = override.partition("=")
     *parents, last = key.strip().split(".")
     if not equals or not last or not all(parents):
         raise OffloadConfigError(
             f"{shown(override)} is not an override: write section.key=value, such as training.max_steps=3."
         )
-    value = _value([*parents, last], text, shown(override))
+    value = _value(text, shown(override))
     where = tree
     for depth, part in enumerate(parents):
         if not isinstance(where.get(part), dict):
@@ -202,37 +203,10 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 def text_override(key: str, text: str) -> str:
     """The override that sets ``key`` to ``text``, whatever it looks like."""
-    return f"{key}={text}" if _value(key.split("."), text, key) == text else f"{key}={json.dumps(text)}"
+    return f"{key}={yaml.safe_dump(text, default_style=QUOTE, width=sys.maxsize).rstrip()}"
 
 
-def _value(keys: Sequence[str], text: str, where: str) -> Any:
-    plain = text.strip()
-    if plain in ("", "~", "null", "Null", "NULL"):
-        return None
-    quoted, collection = plain[0] in "'\"", plain[0] in "[{"
-    as_text = _as_text(keys)
-    if not quoted and (as_text == ALWAYS or (as_text != NEVER and not collection)):
-        return text
-    try:
-        value = parse_yaml(text, where)
-    except OffloadConfigError:
-        if as_text == ALWAYS:
-            return text
-        raise
+def _value(text: str, where: str) -> Any:
+    value = parse_yaml(text, where)
     # A word is the whole of the text: a # begins no comment here.
-    return text if isinstance(value, str) and not quoted else value
-
-
-def _as_text(keys: Sequence[str]) -> str:
-    """How the value of ``keys`` is read (:attr:`~hf_offload.settings.classes.Form.as_text`)."""
-    if keys[0] == "training":
-        return training_text(keys[1]) if len(keys) == 2 else NEVER
-    found: Any = Recipe
-    if keys[0] == "sampling":
-        keys = ("offload", "sampled_linear", *keys[1:])
-    for key in keys[:-1]:
-        found = section_class(found, key)
-        if found is None:
-            return NEVER
-    form = forms(found).get(keys[-1]) if len(keys) > 1 else None
-    return NEVER if form is None else form.as_text
+    return text if isinstance(value, str) and text.strip()[0] not in ("'", QUOTE) else value

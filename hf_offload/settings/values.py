@@ -182,13 +182,6 @@ def section(cls: type[Any], what: str = "", *, short: str | None = None) -> Read
     return Reader(read, {"type": ["string", "object"] if short is not None else "object"}, cls)
 
 
-def section_class(cls: Any, field: str) -> type[Any] | None:
-    """The settings class of a field that is a mapping; None of any other."""
-    declared = cls.__pydantic_fields__.get(field)
-    readers = [one for one in (declared.metadata if declared is not None else ()) if isinstance(one, Reader)]
-    return readers[0].section if readers else None
-
-
 def items(value: Any) -> list[Any]:
     """The items of a list, tuple or the like; none of anything else."""
     return list(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)) else []

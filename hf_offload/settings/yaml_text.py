@@ -5,8 +5,6 @@ safe loader is kept, with the core schema in place of its own resolvers and cons
 """
 
 import re
-import textwrap
-from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -48,46 +46,6 @@ def parse_yaml(text: str, where: str) -> Any:
 def dump_yaml(content: Any) -> str:
     """Text that :func:`parse_yaml`, and any reader of YAML 1.1, reads back as ``content``."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
-
-
-def set_entry(text: str, keys: Sequence[str], content: Any, where: str) -> str:
-    """``text`` with ``content`` in the place that ``keys`` lead to, of which the last may be new. Everything else stays as it
-    is written, comments included.
-
-    Raises :class:`~hf_offload.errors.OffloadConfigError` that names ``where`` unless each mapping has a line for each key.
-    """
-    *parents, last = keys
-    wanted = parse_yaml(text, where)
-    node: Any = yaml.compose(text, Loader=_Loader)
-    inner = wanted
-    for key in (*parents, None):
-        if not isinstance(node, yaml.MappingNode) or node.flow_style:
-            raise OffloadConfigError(
-                f"{where}: {'.'.join(keys)} cannot be written: it needs a mapping with a line for each key."
-            )
-        if key is not None:
-            node = next((value for name, value in node.value if name.value == key), None)
-            inner = inner.get(key)
-    inner[last] = content
-    indent = node.start_mark.column
-    old = next(((name, value) for name, value in node.value if name.value == last), None)
-    end = _end(node if old is None else old[1])
-    # A block of text ends behind the empty lines that follow it.
-    end = text.find("\n", len(text[:end].rstrip())) + 1 or len(text)
-    start = end if old is None else old[0].start_mark.index - indent
-    before = text[:start] if not start or text[start - 1] == "\n" else f"{text[:start]}\n"
-    changed = before + textwrap.indent(dump_yaml({last: content}), " " * indent) + text[end:]
-    if parse_yaml(changed, where) != wanted:
-        raise OffloadConfigError(f"{where}: {'.'.join(keys)} is written in a way that cannot be replaced: remove it.")
-    return changed
-
-
-def _end(node: Any) -> int:
-    """Where the text of a node ends; PyYAML says of blocks where the next one begins."""
-    if isinstance(node, yaml.ScalarNode) or node.flow_style:
-        return int(node.end_mark.index)
-    last = node.value[-1]
-    return _end(last[1] if isinstance(node, yaml.MappingNode) else last)
 
 
 class _Loader(yaml.SafeLoader):

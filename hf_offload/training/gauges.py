@@ -44,12 +44,6 @@ class Gauge:
     def reset_peak(self) -> None:
         pass
 
-    def reserved(self) -> int | None:
-        return None
-
-    def peak_reserved(self) -> int | None:
-        return None
-
     def in_use(self) -> int | None:
         return None
 
@@ -83,7 +77,7 @@ class _LinuxGauge(Gauge):
 
 
 class _AcceleratorGauge(Gauge):
-    """PyTorch's counters of allocated and reserved memory. Raises where a backend has none."""
+    """PyTorch's counters of allocated memory. Raises where a backend has none."""
 
     peak_source = "torch.accelerator.max_memory_allocated"
 
@@ -105,12 +99,6 @@ class _AcceleratorGauge(Gauge):
 
     def reset_peak(self) -> None:
         torch.accelerator.reset_peak_memory_stats(self._index)
-
-    def reserved(self) -> int | None:
-        return torch.accelerator.memory_reserved(self._index)
-
-    def peak_reserved(self) -> int | None:
-        return torch.accelerator.max_memory_reserved(self._index)
 
     def in_use(self) -> int | None:
         return self.level()

@@ -1,12 +1,10 @@
 """How much memory training takes above what weights, gradients and optimizer need, and how long a step takes.
 
 What is reported is a difference: the peak while training, minus the level of a process that holds weights, gradients
-and optimizer state and has freed everything else. That level exists at no moment of an ordinary run (gradients and
-optimizer state appear during the first step), so the meter makes it: it fills zero gradients, takes one optimizer step
-at learning rate zero, reads the level, and puts everything back. Training goes on exactly as without the meter.
+and optimizer state and has freed everything else. That level exists at no moment of an ordinary run, since gradients and
+optimizer state appear during the first step: it is the level before training, with the bytes of those added.
 """
 
-import contextlib
 import dataclasses
 import threading
 import time
@@ -14,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_offload.errors import OffloadError
 from hf_offload.integrations.two_losses import mezo_of
+from hf_offload.tensors import nbytes_of
 from hf_offload.training.gauges import Gauge, choose_gauge
-from hf_offload.training.report import parameter_digest
 
 SAMPLE_PERIOD_S = 0.01
 MOST_SAMPLES = 20_000
@@ -36,9 +34,6 @@ class MemoryRecord:
     step_peak_bytes: list[int] = dataclasses.field(default_factory=list)
     step_start_s: list[float] = dataclasses.field(default_factory=list)
     step_end_s: list[float] = dataclasses.field(default_factory=list)
-    baseline_reserved_bytes: int | None = None
-    """An accelerator: held by PyTorch's allocator, free blocks included."""
-    peak_reserved_bytes: int | None = None
     baseline_in_use_bytes: int | None = None
     """What the allocator has handed out and not got back; ``None`` where the allocator does not tell."""
     peak_in_use_bytes: int | None = None
@@ -59,6 +54,8 @@ class MemoryMeter(TrainerCallback):
         self._gauge: Gauge | None = None
         self._sampler: _Sampler | None = None
         self._begin_s = 0.0
+        self._optimizer: Any = None
+        self._gradient_bytes = self._state_bytes = 0
 
     def install(self, trainer: Trainer) -> None:
         """Start measuring before, and stop after, what other callbacks do at the same event.
@@ -72,11 +69,12 @@ class MemoryMeter(TrainerCallback):
         if self.record is not None:
             return
         gauge = choose_gauge(args.device)
-        with baseline_state(kwargs["model"], kwargs.get("optimizer")):
-            gauge.settle()
-            self.record = MemoryRecord(device=str(args.device), peak_source=gauge.peak_source)
-            self.record.baseline_bytes, self.record.baseline_reserved_bytes = gauge.level(), gauge.reserved()
-            self.record.baseline_in_use_bytes = gauge.in_use()
+        gauge.settle()
+        self.record = MemoryRecord(device=str(args.device), peak_source=gauge.peak_source)
+        self.record.baseline_bytes, self.record.baseline_in_use_bytes = gauge.level(), gauge.in_use()
+        self._optimizer = kwargs.get("optimizer")
+        self._gradient_bytes = _missing_gradients(kwargs["model"], self._optimizer)
+        self._state_bytes = _state_bytes(self._optimizer)
         gauge.reset_peak()
         self._gauge = gauge
         self._begin_s = time.perf_counter()
@@ -106,6 +104,8 @@ class MemoryMeter(TrainerCallback):
         if self.record is None or self._gauge is None or self._sampler is None:
             return
         self._sampler.stop()
+        self._add_to_baseline(self.record, self._gradient_bytes + _state_bytes(self._optimizer) - self._state_bytes)
+        self._optimizer = None
         self._read_peak(self.record, self._gauge)
         self.record.timeline_s, self.record.timeline_bytes = self._sampler.times_s, self._sampler.bytes
         if self.record.baseline_in_use_bytes is not None:
@@ -116,6 +116,12 @@ class MemoryMeter(TrainerCallback):
         seen = self._sampler.bytes if sampled else self.record.step_peak_bytes
         self.record.peak_bytes = max([self.record.peak_bytes, *seen])
         self._gauge = self._sampler = None
+
+    @staticmethod
+    def _add_to_baseline(record: MemoryRecord, nbytes: int) -> None:
+        record.baseline_bytes += nbytes
+        if record.baseline_in_use_bytes is not None:
+            record.baseline_in_use_bytes += nbytes
 
     @property
     def step_times_s(self) -> list[float]:
@@ -128,9 +134,6 @@ class MemoryMeter(TrainerCallback):
     def _read_peak(record: MemoryRecord, gauge: Gauge) -> int:
         peak = gauge.peak()
         record.peak_bytes = max(record.peak_bytes, peak)
-        reserved = gauge.peak_reserved()
-        if reserved is not None:
-            record.peak_reserved_bytes = max(record.peak_reserved_bytes or 0, reserved)
         return peak
 
 
@@ -142,63 +145,18 @@ class _First(TrainerCallback):
         self.on_step_begin = meter.on_step_begin  # type: ignore[method-assign]
 
 
-@contextlib.contextmanager
-def baseline_state(model: torch.nn.Module, optimizer: Any | None) -> Any:
-    """Inside, gradients and optimizer state exist in memory; afterwards training goes on as if they had not.
-
-    Raises :class:`OffloadError` if the optimizer changed a weight by a single bit although its learning rate was zero.
-    """
-    if mezo_of(optimizer) is not None:  # there are neither
-        yield
-        return
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper may skip the step
-    before = parameter_digest(model)
-    gradients = []
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            # Not zeros_like: pages that the kernel handed out as zeros take no memory until they are written.
-            parameter.grad = torch.empty_like(parameter).fill_(0)
-            gradients.append(parameter)
-    # A run that resumes has its state already, and a step would advance it.
-    stepped = optimizer is not None and not optimizer.state
-    if optimizer is not None and stepped:
-        _step_at_zero_rate(optimizer)
-        if parameter_digest(model) != before:
-            raise OffloadError(
-                f"{type(optimizer).__name__} changes weights even at learning rate zero, so memory cannot be measured "
-                "without disturbing the run: choose optim=adamw_torch for the measurement, or train without a report."
-            )
-    try:
-        yield
-    finally:
-        for parameter in gradients:
-            parameter.grad = None
-        if optimizer is not None and stepped:
-            _forget_step(optimizer)
+def _missing_gradients(model: torch.nn.Module, optimizer: Any) -> int:
+    """Bytes of the gradients that there will be and are not yet."""
+    if mezo_of(optimizer) is not None:  # there are none
+        return 0
+    return sum(nbytes_of(one) for one in model.parameters() if one.requires_grad and one.grad is None)
 
 
-def _step_at_zero_rate(optimizer: torch.optim.Optimizer) -> None:
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-    try:
-        optimizer.step()
-    finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-
-
-@torch.no_grad()
-def _forget_step(optimizer: torch.optim.Optimizer) -> None:
-    """Undo the step: Adam's moments are still zero and only its counters moved; any other state is dropped."""
-    if isinstance(optimizer, torch.optim.Adam):  # AdamW too
-        for state in optimizer.state.values():
-            state["step"].zero_()
-            for name, value in state.items():
-                if name != "step":
-                    value.zero_()
-    else:
-        optimizer.state.clear()
+def _state_bytes(optimizer: Any) -> int:
+    """Bytes of an optimizer's state, wherever they are."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+    states = tree_leaves(list(getattr(optimizer, "state", {}).values()))
+    return sum(nbytes_of(one) for one in states if isinstance(one, torch.Tensor))
 
 
 class _Sampler:

@@ -1,13 +1,7 @@
-"""Where a run writes and what it resumes from: checks before anything is loaded, and a clear error where a folder is full.
-Imports no library.
-"""
+"""Where a run writes and what it resumes from: checks before anything is loaded. Imports no library."""
 
-import contextlib
-import errno
-import os
 import re
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from hf_offload.errors import OffloadConfigError
@@ -20,8 +14,6 @@ from hf_offload.settings.text_files import is_folder, reason_of
 from hf_offload.storage.disk_io import check_can_hold_files
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NEXT_TO_NOTHING = 1 << 20
 
 
 def check_places(recipe: Recipe, *, report: Path | None = None, save: bool = True, resume: bool = False) -> None:
@@ -75,27 +67,3 @@ def nothing_to_resume(folder: Path) -> OffloadConfigError:
         f"There is no complete checkpoint in {folder} to go on from: start without --resume. Checkpoints are written as "
         "training.save_strategy and training.save_steps say."
     )
-
-
-@contextlib.contextmanager
-def naming_full(folder: Path) -> Iterator[None]:
-    """Raise an ``OSError`` that names ``folder`` where a library that writes there says in its own way that it is full."""
-    try:
-        yield
-    except Exception as error:
-        if (number := _why_full(error, folder)) is None:
-            raise
-        named = getattr(error, "filename", None)
-        raise OSError(number, os.strerror(number), named or str(folder)) from error
-
-
-def _why_full(error: BaseException | None, folder: Path) -> int | None:
-    while error is not None:
-        for number in _FULL:
-            if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
-                return number
-        # torch.save gives no reason
-        if "PytorchStreamWriter failed" in str(error) and shutil.disk_usage(folder).free < _NEXT_TO_NOTHING:
-            return errno.ENOSPC
-        error = error.__cause__ or error.__context__
-    return None

@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 
-from hf_offload.errors import OffloadConfigError
 from hf_offload.planning.machine import device_name
-from hf_offload.settings.shown import cropped
-from hf_offload.settings.text_files import parse_json, read_text, write_whole
+from hf_offload.settings.text_files import write_whole
 from hf_offload.tensors import parameter_count
 from hf_offload.versions import find_versions
 
@@ -49,8 +47,6 @@ class TrainingReport:
     """With a memory budget: what the plan was predicted to do, and what it did."""
     metrics: dict[str, float] | None = None
     """Of the evaluation at the end, on ``data.validation``: ``eval_loss``, ``eval_accuracy``, ...; ``None`` without it."""
-    command: str | None = None
-    """That made the run, if one did."""
 
     @property
     def median_step_s(self) -> float | None:
@@ -76,34 +72,7 @@ class TrainingReport:
     @classmethod
     def read(cls, path: Path) -> "TrainingReport":
         """Read what :meth:`write` wrote."""
-        values = parse_json(read_text(path, "The training report"), str(path))
-        try:
-            return cls(**values)
-        except TypeError as error:
-            reason = cropped(str(error))
-            raise OffloadConfigError(f"{path} is not a training report: {reason}. Run the training again.") from error
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelFacts:
-    """What a reader has to know of a model to compare runs of it."""
-
-    architecture: str
-    layers: str
-    """Those of the decoder after a plus, where it has its own."""
-    hidden_size: int
-    vocabulary: int
-    dropout: str
-    attention: str
-    """The attention implementation."""
-    dtype: str
-    parameters: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.architecture}, {self.layers} layers of width {self.hidden_size}, vocabulary {self.vocabulary}, "
-            f"dropout {self.dropout}, {self.attention} attention, {self.dtype}, {self.parameters / 1e6:.1f} M parameters"
-        )
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def median_after_warmup(times_s: Sequence[float], warmup_steps: int = WARMUP_STEPS) -> float | None:
@@ -121,8 +90,8 @@ def parameter_digest(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def describe_model(model: torch.nn.Module) -> ModelFacts:
-    """What ``model`` is, as it was built."""
+def describe_model(model: torch.nn.Module) -> str:
+    """What a reader has to know of ``model`` to compare runs of it; layers of a decoder of its own after a plus."""
     config: Any = model.config
     decoder_layers = next(
         (n for key in ("num_decoder_layers", "decoder_layers") if (n := getattr(config, key, None))), 0
@@ -133,15 +102,13 @@ def describe_model(model: torch.nn.Module) -> ModelFacts:
         rate for module in model.modules() if isinstance(rate := getattr(module, "attention_dropout", None), float)
     }
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]  # every model of transformers has it
-    return ModelFacts(
-        architecture=config.model_type,
-        layers=f"{config.num_hidden_layers}{f'+{decoder_layers}' if config.is_encoder_decoder else ''}",
-        hidden_size=config.hidden_size,
-        vocabulary=embeddings.weight.shape[0],
-        dropout="/".join(f"{rate:g}" for rate in sorted(rates)) or "0",
-        attention=config._attn_implementation,
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-        parameters=parameter_count(model),
+    layers = f"{config.num_hidden_layers}{f'+{decoder_layers}' if config.is_encoder_decoder else ''}"
+    dropout = "/".join(f"{rate:g}" for rate in sorted(rates)) or "0"
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return (
+        f"{config.model_type}, {layers} layers of width {config.hidden_size}, vocabulary {embeddings.weight.shape[0]}, "
+        f"dropout {dropout}, {config._attn_implementation} attention, {dtype}, "
+        f"{parameter_count(model) / 1e6:.1f} M parameters"
     )
 
 

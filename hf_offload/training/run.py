@@ -12,6 +12,7 @@ import torch
 
 from hf_offload.allocator import current_allocator
 from hf_offload.errors import OffloadConfigError, OffloadError
+from hf_offload.settings.recipe_data import HubData
 from hf_offload.settings.recipes import RANDOM_TOKENS, Recipe
 from hf_offload.settings.shown import LONGEST, cropped
 from hf_offload.settings.text_files import reason_of
@@ -19,7 +20,7 @@ from hf_offload.tensors import parameter_count
 from hf_offload.training.arguments import build_arguments
 from hf_offload.training.metrics import FROM_LOSS, check_installed, choose_likeliest, make_compute
 from hf_offload.training.model import build_model, build_tokenizer
-from hf_offload.training.places import check_places, naming_full, nothing_to_resume
+from hf_offload.training.places import check_places, nothing_to_resume
 from hf_offload.training.prepare import Prepared, RandomTokens, prepare_data
 from hf_offload.training.report import TrainingReport, describe_machine, describe_versions, parameter_digest
 from hf_offload.training.tasks.text import collate
@@ -47,7 +48,6 @@ def run_recipe(
     evaluate: bool = True,
     around_step: AroundStep | None = None,
     callbacks: "Sequence[TrainerCallback]" = (),
-    command: str | None = None,
 ) -> TrainingReport:
     """Train what ``recipe`` describes, evaluate it on ``data.validation``, and save it with its tokenizer.
 
@@ -64,7 +64,6 @@ def run_recipe(
         evaluate: Whether there are evaluations, on the way and at the end. The rows that are trained on are the same without.
         around_step: Entered around each step.
         callbacks: For the Trainer.
-        command: What makes the same run again, for the report.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for what the recipe asks for and cannot have.
     """
@@ -86,9 +85,8 @@ def run_recipe(
     set_seed(arguments.seed)
     tokenizer, prepared = None, None
     if recipe.data.source != RANDOM_TOKENS:
-        with naming_full(recipe.cache_dir):
-            tokenizer = build_tokenizer(recipe.data, recipe.model.name, recipe.cache_dir)
-            prepared = prepare_data(recipe, tokenizer, recipe.cache_dir)
+        tokenizer = build_tokenizer(recipe.data, recipe.model.name, recipe.cache_dir)
+        prepared = prepare_data(recipe, tokenizer, recipe.cache_dir)
         if not evaluate:  # only now: a share that is held back is neither trained on nor seen by a trained tokenizer
             prepared = dataclasses.replace(prepared, validation=None)
     # Again, so that weights and dropout do not depend on whether the tokenizer had to be trained first.
@@ -103,9 +101,9 @@ def run_recipe(
     meter = MemoryMeter() if measure or report is not None else None
     if meter is not None:
         meter.install(trainer)
-    completed, output = True, recipe.output_dir
+    completed = True
     try:
-        with _beginning(recipe, recording) if checkpoint is None else contextlib.nullcontext(), naming_full(output):
+        with _beginning(recipe, recording) if checkpoint is None else contextlib.nullcontext():
             trainer.train(resume_from_checkpoint=checkpoint)
     except Exception as error:
         if checkpoint is None or recording.step_losses or isinstance(error, OffloadError):
@@ -128,11 +126,10 @@ def run_recipe(
         )
     metrics = _evaluate(trainer) if completed and prepared is not None and prepared.validation is not None else None
     if completed and save and prepared is not None:
-        with naming_full(output):
-            trainer.save_model()
+        trainer.save_model()
+        _write_card(recipe, trainer)
         logger.info(f"Saved in {recipe.output_dir}.")
     result = _describe(recipe, trainer, model, recording, offloading, meter, completed=completed, metrics=metrics)
-    result.command = command
     if report is not None:
         result.write(report)
     return result
@@ -216,6 +213,17 @@ def _evaluate(trainer: "Trainer") -> dict[str, float]:
 
 
 _OF_TIME = ("_runtime", "_per_second", "_preparation_time")
+
+
+def _write_card(recipe: Recipe, trainer: "Trainer") -> None:
+    """The Trainer's own model card, which has a section on memory where the training was offloaded."""
+    hub = recipe.data.hub
+    dataset = str(hub.name) if isinstance(hub, HubData) else recipe.data.source or "files"
+    # A folder, or the card would say that random weights were those of a model on the Hub.
+    if recipe.model.name is None:
+        trained: Any = trainer.model
+        trained.config._name_or_path = trainer.args.output_dir
+    trainer.create_model_card(model_name=recipe.name, tags=["hf_offload"], dataset=dataset)
 
 
 def _last_checkpoint(recipe: Recipe) -> str:

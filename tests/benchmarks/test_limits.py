@@ -59,7 +59,7 @@ def test_limits_searches_with_probes(recipe, monkeypatch, vary, start, capacity,
     assert result.exit_code == 0, result.stdout + result.stderr
     rows = {row["strategy"]: row for row in json.loads(Path("l/limits.json").read_text())["rows"]}
     assert capacity * 7 / 8 - 1 <= rows["baseline"]["fits"] <= capacity < rows["baseline"]["fails"]
-    assert rows["baseline"]["layers"] == "2"
+    assert rows["baseline"]["model"] == TINY_MODEL
     assert rows["recompute"]["fits"] == 4 * start
     assert rows["recompute"]["error"] == "crashed: RuntimeError: no such luck"
     assert rows["ours:ram"]["fits"] > rows["baseline"]["fits"]

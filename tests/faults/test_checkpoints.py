@@ -2,7 +2,6 @@
 
 import logging
 import shutil
-import zipfile
 
 import pytest
 import torch
@@ -17,8 +16,6 @@ from tests.helpers.tiny_models import weights
 
 STEPS = 5
 NEWEST, BEFORE = "checkpoint-4", "checkpoint-2"
-# Without these a run goes on just as well: they only describe it.
-NOT_NEEDED = {"config.json", "generation_config.json", "training_args.bin", "README.md"}
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +32,11 @@ def whole(tmp_path_factory):
     return folder, weights(trainer.model), [file.name for file in files]
 
 
-def damages(names):
-    """Each file missing, empty, cut in the middle, its last two bytes short; and the writing ended in the middle of each."""
-    for name in names:
-        for kind, share in (("missing", None), ("empty", 0), ("half", 0.5), ("short", 1)):
-            yield kind, {name: share}
-    for index, name in enumerate(names):
-        yield "killed in", {name: 0.5} | dict.fromkeys(names[index + 1 :])
+def kills(names):
+    """The writing ended before, or in the middle of, each file."""
+    for index in range(len(names)):
+        for share in (None, 0, 0.5):
+            yield {names[index]: share} | dict.fromkeys(names[index + 1 :])
 
 
 def damage(checkpoint, shares):
@@ -62,40 +57,17 @@ def resumed_equals(whole, folder, shares):
     return expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in found)
 
 
-def test_every_damage_to_a_checkpoint_is_noticed(whole, tmp_path, caplog):
+def test_a_checkpoint_whose_writing_was_ended_is_noticed(whole, tmp_path, caplog):
     source, _, names = whole
     assert last_complete_checkpoint(source) == str(source / NEWEST)
-    for number, (kind, shares) in enumerate(damages(names)):
+    for number, shares in enumerate(kills(names)):
         folder = tmp_path / str(number)
         shutil.copytree(source, folder)
         damage(folder / NEWEST, shares)
-        name = next(iter(shares))
-        if len(shares) == 1 and name in NOT_NEEDED and kind == "missing":
-            assert last_complete_checkpoint(folder) == str(folder / NEWEST)
-            continue
         caplog.clear()
-        assert last_complete_checkpoint(folder) == str(folder / BEFORE), f"{kind} {name}"
+        assert last_complete_checkpoint(folder) == str(folder / BEFORE), shares
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
         assert f"{NEWEST} is incomplete and skipped (" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_a_byte_that_has_changed_is_noticed(whole, tmp_path, caplog, name):
-    """As long as before, and still an archive: only its checksums say so."""
-    folder = tmp_path / "run"
-    shutil.copytree(whole[0], folder)
-    path = folder / NEWEST / name
-    with zipfile.ZipFile(path) as archive:
-        entry = next(
-            entry for entry in archive.infolist() if "/data/" in entry.filename or entry.filename.endswith(".pkl")
-        )
-    content = bytearray(path.read_bytes())
-    header = entry.header_offset
-    start = header + 30 + sum(int.from_bytes(content[header + at : header + at + 2], "little") for at in (26, 28))
-    content[start] ^= 0xFF
-    path.write_bytes(content)
-    assert last_complete_checkpoint(folder) == str(folder / BEFORE)
-    assert f"{name} is damaged in {entry.filename}" in caplog.text
 
 
 @pytest.mark.parametrize("content", ["{}", '{"global_step": null}', '{"global_step": "4"}', "[]", "4", "null"])
@@ -127,9 +99,9 @@ def test_a_run_that_was_killed_while_it_saved_goes_on_to_the_same_weights(whole,
 
 
 @pytest.mark.full
-def test_a_run_goes_on_to_the_same_weights_after_every_damage(whole, tmp_path):
-    for number, (kind, shares) in enumerate(damages(whole[2])):
-        assert resumed_equals(whole, tmp_path / str(number), shares), f"{kind} {next(iter(shares))}"
+def test_a_run_goes_on_to_the_same_weights_after_every_kill(whole, tmp_path):
+    for number, shares in enumerate(kills(whole[2])):
+        assert resumed_equals(whole, tmp_path / str(number), shares), shares
 
 
 def test_a_train_of_the_user_s_own_that_resumes(whole, tmp_path, monkeypatch):
@@ -159,17 +131,10 @@ def test_where_no_checkpoint_is_complete_the_trainer_says_so(whole, tmp_path):
     assert last_complete_checkpoint(folder) is None
 
 
-def test_weights_alone_are_a_checkpoint_and_shards_that_are_missing_are_none(whole, tmp_path):
+def test_weights_alone_are_a_checkpoint(tmp_path):
     folder = tmp_path / "run"
-    trainer = trainer_in(folder, True, save_only_model=True)
-    trainer.train()
-    newest = last_complete_checkpoint(folder)
-    assert newest is not None
-    checkpoint = folder / newest
-    (checkpoint / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors"}}')
-    assert last_complete_checkpoint(folder) == newest
-    (checkpoint / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}')
-    assert last_complete_checkpoint(folder) != newest
+    trainer_in(folder, True, save_only_model=True).train()
+    assert last_complete_checkpoint(folder) is not None
 
 
 def test_random_states_of_several_processes_have_no_gaps(whole, tmp_path):
@@ -192,7 +157,7 @@ def test_train_resume_goes_on_from_the_last_complete_checkpoint(tiny_recipe, tmp
     checkpoints = sorted((tmp_path / "out").glob("checkpoint-*"))
     assert len(checkpoints) == 4
     damage(checkpoints[-1], {"trainer_state.json": None})
-    damage(checkpoints[-2], {"optimizer.pt": 0.5})
+    damage(checkpoints[-2], {"trainer_state.json": 0.5})
     (tmp_path / "out" / "model.safetensors").unlink()
     again = CliRunner().invoke(app, ["train", str(tiny_recipe), *changes, "--resume"])
     assert again.exit_code == 0, again.output

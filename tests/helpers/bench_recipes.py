@@ -1,6 +1,6 @@
 """Recipes, reports and strategies for tests of the benchmark."""
 
-from hf_offload.training.report import ModelFacts, TrainingReport
+from hf_offload.training.report import TrainingReport
 
 RANDOM_RECIPE = """
 model:
@@ -20,16 +20,7 @@ training:
 offload: {min_bytes: 1KiB}
 """
 
-TINY_MODEL = ModelFacts(
-    architecture="gpt2",
-    layers="2",
-    hidden_size=64,
-    vocabulary=300,
-    dropout="0.1",
-    attention="sdpa",
-    dtype="float32",
-    parameters=123_392,
-)
+TINY_MODEL = "gpt2, 2 layers of width 64, vocabulary 300, dropout 0.1, sdpa attention, float32, 0.1 M parameters"
 
 
 def fake_report(**changes):

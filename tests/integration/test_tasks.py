@@ -302,8 +302,8 @@ def test_of_a_single_text_the_end_is_held_back(folder):
         ),
         (
             "text",
-            {"data": {"files": "sharegpt.jsonl"}},
-            "If these are conversations, set data.messages_column=conversations.",
+            {"data": {"files": "odd.jsonl"}},
+            "If these are conversations, set data.messages_column=messages.",
         ),
         ("masked", {"data": {"tokenizer": BPE}}, "the tokenizer has no mask token"),
         ("prompts", {"data": {"validation": 0.001}}, "that share of 40 rows is less than one row"),
@@ -311,8 +311,6 @@ def test_of_a_single_text_the_end_is_held_back(folder):
 )
 def test_what_cannot_be_had_is_told_in_one_message(folder, name, sections, part):
     (folder / "odd.jsonl").write_text('{"messages": "hello"}\n')
-    turns = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hello"}]
-    (folder / "sharegpt.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")
     message = mistake(name, **sections)
     assert part in message
     assert len(message) < 900

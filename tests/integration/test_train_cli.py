@@ -1,9 +1,7 @@
 """``hf-offload train`` from the command line to the files it leaves."""
 
 import contextlib
-import errno
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -88,10 +86,9 @@ def test_files_in_another_folder(tiny_recipe, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "text.txt").rename(tmp_path / "elsewhere" / "text.txt")
     assert "(seen from " in command("train", tiny_recipe).stderr
-    result = command("train", tiny_recipe, "--data-dir", "elsewhere", "--report", "report.json")
+    result = command("train", tiny_recipe, "data.data_dir=elsewhere", "--report", "report.json")
     assert result.exit_code == 0, result.output + result.stderr
-    report = TrainingReport.read(Path("report.json"))
-    assert report.command == f"hf-offload train {tiny_recipe} --data-dir elsewhere"
+    assert TrainingReport.read(Path("report.json")).losses_hex
 
 
 def test_every_setting_of_a_recipe_reaches_the_session(tiny_recipe, monkeypatch):
@@ -122,7 +119,7 @@ def test_every_setting_of_a_recipe_reaches_the_session(tiny_recipe, monkeypatch)
     [
         (["nothing/here"], "There is no recipe 'nothing/here'"),
         (["gpt/dmeo"], "Did you mean 'gpt/demo'"),
-        (["tiny.yaml", "training.max_step=3", "offload.teir=ssd"], "2 errors"),
+        (["tiny.yaml", "training.do_train=true", "offload.teir=ssd"], "2 errors"),
         (["tiny.yaml", "nonsense"], "'nonsense' is not an override"),
         (["tiny.yaml", "data.sequence_length=65"], "longer than the 64 positions"),
         (["tiny.yaml", "model.config.vocab_size=100"], "embeddings for 100"),
@@ -274,9 +271,6 @@ def test_a_script_is_told_once_what_another_allocator_would_gain(monkeypatch, ti
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stderr.splitlines() if "heap fragments" in line]
     assert len(told) == count, done.stderr
-    if told and best_allocator() != "glibc-tuned":
-        wanted = environment_with("auto")
-        assert f"LD_PRELOAD={wanted['LD_PRELOAD']}" in told[0]
     assert all("hf-offload launch" in line for line in told)
 
 
@@ -310,24 +304,6 @@ def test_settings_that_only_the_trainer_refuses_are_an_error_of_the_recipe(tiny_
     result = command("train", tiny_recipe, *changes)
     assert result.exit_code == 2, result.output
     assert part in said(result)
-
-
-@pytest.mark.parametrize(
-    ("file_bytes", "changes", "folder"),
-    [
-        (1 << 10, [], "o/data"),
-        (40 << 10, ["training.save_strategy=no"], "o"),
-        (40 << 10, ["training.save_strategy=steps", "training.save_steps=1", "training.save_only_model=true"], "o"),
-    ],
-)
-def test_a_full_folder_is_named_whichever_library_writes_there(tiny_recipe, file_bytes, changes, folder):
-    former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, former[1]))
-    try:
-        error = command("train", tiny_recipe, "training.output_dir=o", *changes).exception
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, former)
-    assert (type(error), error.errno, error.filename) == (OSError, errno.EFBIG, folder)
 
 
 def test_what_a_step_raises_keeps_its_traceback(tiny_recipe):

@@ -139,14 +139,16 @@ def test_what_is_no_layer(tmp_path, texts, part):
 
 def test_mistakes_of_all_layers_come_at_once_and_say_where(mine):
     write(mine.parent, _method=METHOD.replace("checksum", "checksum, teir: ram, keep_last_count: many") + "dta: {}")
-    path = write(mine.parent, mine=RECIPE.replace("max_steps: 1", "max_steps: 1, max_step: 2") + "offload: {verfy: on}")
+    path = write(
+        mine.parent, mine=RECIPE.replace("max_steps: 1", "max_steps: 1, do_train: true") + "offload: {verfy: on}"
+    )
     message = mistakes(path)
     method = mine.parent / "_method.yaml"
     for part in (
         f"'teir'. Did you mean 'tier'? Known: {listed(OFFLOAD_FIELDS, 'teir')}. (teir is set in the layer {method}.)",
         f"keep_last_count='many' is not a whole number of blocks. (keep_last_count is set in the layer {method}.)",
         f"{method}: unknown section 'dta'",
-        "'max_step'. Did you mean 'max_steps'?\n",
+        "training.do_train: a recipe always trains: drop it.\n",
         f"unknown key 'verfy'. Did you mean 'verify'? Known: {listed(OFFLOAD_FIELDS, 'verfy')}.\n",
     ):
         assert part in f"{message}\n"

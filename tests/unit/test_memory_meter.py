@@ -5,17 +5,25 @@ import time
 
 import pytest
 import torch
-from transformers import TrainerCallback, TrainingArguments, set_seed
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from hf_offload import OffloadError
 from hf_offload.training import gauges, memory
 from hf_offload.training.gauges import choose_gauge
-from hf_offload.training.memory import MemoryMeter, baseline_state
+from hf_offload.training.memory import MemoryMeter
 from hf_offload.training.report import WARMUP_STEPS, TrainingReport, median_after_warmup, parameter_digest
-from tests.helpers.tiny_models import tiny_model
-from tests.helpers.trainers import make_trainer
+from tests.helpers.tables import rows
 
 MB = 1 << 20
+
+
+class Tokens(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        ids = torch.randint(0, 97, (24,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
 
 
 class Losses(TrainerCallback):
@@ -27,17 +35,30 @@ class Losses(TrainerCallback):
             self.exact.append(float(logs["loss"]).hex())
 
 
+def tiny_model():
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=32, vocab_size=97, loss_type="ForCausalLM")
+    return GPT2LMHeadModel(config)
+
+
 def train(tmp_path, meter=None, callbacks=(), **arguments):
     set_seed(3)
     losses = Losses()
-    options = {"max_steps": 5, "learning_rate": 1e-2, "weight_decay": 0.1, "logging_steps": 1} | arguments
-    trainer = make_trainer(
-        tmp_path,
-        tiny_model("gpt2"),
-        name="gpt2",
-        arguments=TrainingArguments,
+    options = {"max_steps": 5, "learning_rate": 1e-2, "weight_decay": 0.1} | arguments
+    trainer = Trainer(
+        model=tiny_model(),
+        args=TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=2,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            use_cpu=True,
+            **options,
+        ),
+        train_dataset=Tokens(),
         callbacks=[losses, *callbacks],
-        **options,
     )
     if meter is not None:
         meter.install(trainer)
@@ -47,7 +68,18 @@ def train(tmp_path, meter=None, callbacks=(), **arguments):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"gradient_accumulation_steps": 2}, {"optim": "adagrad"}, {"optim": "rmsprop", "optim_args": "momentum=0.9"}],
+    rows(
+        [
+            {},
+            {"gradient_accumulation_steps": 2},
+            {"optim": "adamw_torch"},
+            {"optim": "adamw_torch", "optim_args": "amsgrad=True"},
+            {"optim": "sgd"},
+            {"optim": "adagrad"},
+            {"optim": "rmsprop", "optim_args": "momentum=0.9"},
+        ],
+        quick=[{"gradient_accumulation_steps": 2}, {"optim": "adagrad"}],
+    ),
     ids=str,
 )
 def test_measuring_changes_no_bit(tmp_path, arguments):
@@ -59,63 +91,33 @@ def test_measuring_changes_no_bit(tmp_path, arguments):
     assert len(meter.step_times_s) == 5
 
 
-def test_the_comparison_notices_a_step_that_was_counted(tmp_path, monkeypatch):
-    plain = train(tmp_path)
-    monkeypatch.setattr(memory, "_forget_step", lambda optimizer: None)
-    assert train(tmp_path, MemoryMeter())[:2] != plain[:2]
+@pytest.mark.parametrize(("optim", "copies"), [("adamw_torch", 3), ("sgd", 1)])
+def test_gradients_and_optimizer_state_are_in_the_baseline(tmp_path, optim, copies):
+    meter = MemoryMeter()
+    trainer = train(tmp_path, meter, optim=optim, warmup_steps=0)[2]
+    weights = sum(parameter.nbytes for parameter in trainer.model.parameters())
+    counters = 4 * len(list(trainer.model.parameters())) * (copies == 3)
+    assert meter._gradient_bytes + memory._state_bytes(trainer.optimizer) == copies * weights + counters
 
 
-def test_adam_is_left_as_new():
-    model = tiny_model("gpt2")
-    before = parameter_digest(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.3)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    with baseline_state(model, optimizer):
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            assert parameter.grad.count_nonzero() == 0
-            assert {"step", "exp_avg", "exp_avg_sq"} <= set(optimizer.state[parameter])
-    assert [group["lr"] for group in optimizer.param_groups] == rates
-    for state in optimizer.state.values():
-        for value in state.values():
-            assert value.count_nonzero() == 0
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert parameter_digest(model) == before
-
-
-def test_state_of_a_resumed_optimizer_and_existing_gradients_stay():
-    model = torch.nn.Linear(3, 3)
+def test_state_of_a_resumed_optimizer_and_existing_gradients_are_counted_once():
+    model = torch.nn.Linear(1000, 1000, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
+    model(torch.ones(1, 1000)).sum().backward()
     optimizer.step()
-    state = {name: value.clone() for name, value in optimizer.state[model.weight].items()}
-    gradient = model.weight.grad.clone()
-    with baseline_state(model, optimizer):
-        pass
-    assert torch.equal(model.weight.grad, gradient)
-    assert all(torch.equal(optimizer.state[model.weight][name], value) for name, value in state.items())
+    meter = MemoryMeter()
+    arguments = TrainingArguments(output_dir="unused", use_cpu=True)
+    meter.on_train_begin(arguments, None, None, model=model, optimizer=optimizer)
+    before = meter.record.baseline_bytes
+    meter.stop()
+    assert meter.record.baseline_bytes == before
+    assert memory._state_bytes(optimizer) == 2 * 4_000_000 + 4
 
 
-def test_an_optimizer_that_moves_at_rate_zero_is_refused():
-    class Drifts(torch.optim.SGD):
-        def step(self, closure=None):
-            with torch.no_grad():
-                self.param_groups[0]["params"][0].add_(1e-7)
-
-    model = torch.nn.Linear(3, 3)
-    with (
-        pytest.raises(OffloadError, match="Drifts changes weights even at learning rate zero"),
-        baseline_state(model, Drifts(model.parameters(), lr=0.1)),
-    ):
-        pass
-
-
-def test_frozen_parameters_get_no_gradient():
+def test_frozen_parameters_have_no_gradient():
     model = torch.nn.Linear(3, 3)
     model.bias.requires_grad_(False)
-    with baseline_state(model, None):
-        assert model.bias.grad is None
-        assert model.weight.grad is not None
+    assert memory._missing_gradients(model, None) == 9 * 4
 
 
 class Spike(TrainerCallback):
@@ -137,13 +139,24 @@ class Spike(TrainerCallback):
         gc.collect()
 
 
-def test_a_spike_in_training_is_seen(tmp_path):
+@pytest.mark.parametrize(
+    "event", rows(["on_step_begin", "on_step_end", "on_optimizer_step"], quick=["on_optimizer_step"])
+)
+def test_a_spike_in_training_is_seen(tmp_path, event):
     quiet, loud = MemoryMeter(), MemoryMeter()
     train(tmp_path, quiet)
-    train(tmp_path, loud, [Spike("on_optimizer_step", 200 * MB, loud)])
+    train(tmp_path, loud, [Spike(event, 200 * MB, loud)])
     assert loud.record.peak_bytes - loud.record.baseline_bytes > 190 * MB
     assert quiet.record.peak_bytes - quiet.record.baseline_bytes < 100 * MB
     assert max(loud.record.timeline_bytes) - loud.record.baseline_bytes > 190 * MB
+
+
+def test_a_spike_before_training_is_not_part_of_it(tmp_path):
+    block = torch.ones(300 * MB, dtype=torch.uint8)
+    del block
+    meter = MemoryMeter()
+    train(tmp_path, meter)
+    assert meter.record.peak_bytes - meter.record.baseline_bytes < 100 * MB
 
 
 def test_what_another_callback_takes_at_the_start_counts(tmp_path):
@@ -154,18 +167,6 @@ def test_what_another_callback_takes_at_the_start_counts(tmp_path):
     meter = MemoryMeter()
     train(tmp_path, meter, [Keeps()])
     assert meter.record.peak_bytes - meter.record.baseline_bytes > 145 * MB
-
-
-def test_gradients_and_optimizer_state_are_in_the_baseline():
-    model = torch.nn.Linear(4000, 4000, bias=False)  # 64 MB, and the same for each of gradient and two moments
-    optimizer = torch.optim.AdamW(model.parameters())
-    gauge = choose_gauge(torch.device("cpu"))
-    gauge.settle()
-    before = gauge.level()
-    with baseline_state(model, optimizer):
-        gauge.settle()
-        added = gauge.level() - before
-    assert added == pytest.approx(3 * 64e6, rel=0.1)
 
 
 def test_without_the_kernels_peak_it_is_sampled(tmp_path, monkeypatch, caplog):
@@ -239,7 +240,6 @@ def test_cuda_counts_what_pytorch_allocates(tmp_path):
     del block
     assert gauge.level() == before
     assert gauge.peak() - before == 64 * MB
-    assert gauge.peak_reserved() >= 64 * MB
 
 
 def test_a_digest_sees_every_bit_and_every_name():
@@ -285,6 +285,3 @@ def test_a_report_survives_its_file(tmp_path):
     report.write(tmp_path / "deep" / "report.json")
     assert TrainingReport.read(tmp_path / "deep" / "report.json") == report
     assert report.peak_over_baseline_bytes == 20
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(OffloadError, match="not a training report"):
-        TrainingReport.read(tmp_path / "other.json")

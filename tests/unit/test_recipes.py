@@ -12,6 +12,7 @@ from hf_offload import OffloadConfig, OffloadConfigError, SampledLinearConfig
 from hf_offload.integrations.launch import shipped_configs
 from hf_offload.settings.recipe_files import find_recipe, layer_names, recipe_names
 from hf_offload.settings.recipes import HubData, load_recipe
+from hf_offload.tensors import parameter_count
 from hf_offload.training.arguments import build_arguments
 from hf_offload.training.model import build_model
 from hf_offload.training.report import describe_model
@@ -48,10 +49,12 @@ def test_every_shipped_recipe_loads(name):
 )
 def test_presets_have_the_published_shapes(name, parameters, layers, dropout):
     recipe = load_recipe(f"bench/{name}")
-    built = describe_model(build_model(recipe, None, torch.device("meta")))
-    assert (built.parameters, built.layers, built.dropout) == (parameters, layers, dropout)
-    assert built.attention == "sdpa"
-    assert built.dtype == recipe.model.dtype == ("bfloat16" if "llama" in name else "float32")
+    model = build_model(recipe, None, torch.device("meta"))
+    assert parameter_count(model) == parameters
+    built = describe_model(model)
+    assert f", {layers} layers of width " in built
+    assert f", dropout {dropout}, sdpa attention, {recipe.model.dtype}, " in built
+    assert recipe.model.dtype == ("bfloat16" if "llama" in name else "float32")
 
 
 def test_unknown_recipe_names_the_nearest():
@@ -129,10 +132,7 @@ def test_a_section_of_its_own_for_sampling(tiny_recipe):
 def test_all_mistakes_come_at_once(tiny_recipe):
     message = mistakes(
         tiny_recipe,
-        "training.max_step=3",
-        "training.learning_rate=fast",
-        "training.save_total_limit=two",
-        "training.bf16=1",
+        "training.do_train=true",
         "offload.teir=ssd",
         "model.task=translation",
         "data.sequence_lenght=3",
@@ -141,16 +141,34 @@ def test_all_mistakes_come_at_once(tiny_recipe):
         "no_equals_sign",
     )
     for part in (
-        "TrainingArguments has no field 'max_step'. Did you mean 'max_steps'?",
-        "training.learning_rate='fast' is not of type float",
-        "training.save_total_limit='two' is not of type int or null",
-        "training.bf16=1 is not of type bool",
+        "training.do_train: a recipe always trains",
         "unknown key 'teir'. Did you mean 'tier'?",
         "model.task='translation' is unknown: choose one of causal-lm",
         "unknown key 'sequence_lenght'. Did you mean 'sequence_length'?",
         "exactly one of source, files and hub, not files and hub",
         "unknown section 'trainning'. Did you mean 'training'?",
         "'no_equals_sign' is not an override",
+    ):
+        assert part in message
+
+
+def test_all_mistakes_that_the_libraries_know_of_come_at_once(tiny_recipe):
+    message = mistakes(
+        tiny_recipe,
+        "training.max_step=3",
+        "training.learning_rate=fast",
+        "training.save_total_limit=two",
+        "training.bf16=1",
+        "model.config.n_layers_=2",
+        "memory={mode: galore, rnk: 3}",
+    )
+    for part in (
+        "TrainingArguments has no field 'max_step'. Did you mean 'max_steps'?",
+        "training.learning_rate='fast' is not of type float",
+        "training.save_total_limit='two' is not of type int or null",
+        "training.bf16=1 is not of type bool",
+        "gpt2 has no field 'n_layers_'",
+        "has no setting 'rnk'",
     ):
         assert part in message
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadTrainingArguments
 from hf_offload.settings.environment import FORMS
 from hf_offload.settings.load import choose, collect_errors, nearest
+from hf_offload.settings.memory_modes import memory_mode
 from hf_offload.settings.schema import DRIVE_SETTINGS
 from hf_offload.settings.sizes import format_bytes, parse_bytes
 from hf_offload.storage.opening import drives_for
@@ -188,3 +189,13 @@ def test_a_limit_of_a_planned_step_needs_a_plan():
     assert OffloadConfig(max_step_write_bytes="1GiB").max_step_write_bytes == 2**30
     with pytest.raises(OffloadConfigError, match="max_step_write_bytes is given, but tier='ssd' plans nothing"):
         OffloadConfig(tier="ssd", max_step_write_bytes="1GiB")
+
+
+def test_adapters_have_the_names_that_peft_gives_their_settings():
+    theirs = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": "all-linear"}
+    ours = {"rank": 4, "alpha": 8, "dropout": 0.1, "targets": "all"}
+    assert memory_mode("lora", theirs) == memory_mode("lora", ours)
+    with pytest.raises(OffloadConfigError, match="r and rank are the same setting"):
+        memory_mode("lora", {"r": 4, "rank": 4})
+    with pytest.raises(OffloadConfigError, match="has no setting 'r'"):
+        memory_mode("galore", {"r": 4})

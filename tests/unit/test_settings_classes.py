@@ -13,14 +13,10 @@ from pydantic import Field, TypeAdapter
 from hf_offload import OffloadConfig, OffloadConfigError, SampledLinearConfig
 from hf_offload.methods.lora.lora import Lora
 from hf_offload.settings.classes import (
-    ALWAYS,
-    NEVER,
-    SCALAR,
     Scope,
     build,
     counted,
     explained_settings,
-    field_problems,
     forms,
     from_mapping,
     help_of,
@@ -101,11 +97,6 @@ def test_all_that_is_wrong_is_told_at_once_by_the_names_it_was_given_with():
     assert problems(lambda: build(Outer, {"rows": 0}, "options", lambda field: f"--{field}"))[0].startswith("--rows=0")
 
 
-def test_each_value_is_looked_at_alone_where_others_count():
-    assert field_problems(Outer, {"rows": 0, "limit": 8}, str) == ["rows=0 is too small: give 1 or more."]
-    assert field_problems(OffloadConfig, {"snapshot_dir": "/x"}, str) == []
-
-
 def test_values_are_what_was_declared():
     made = Outer(rows=3, limit="4KiB", paths="/a", inner={"ratio": 1, "word": "l"})
     assert (made.limit, [str(one) for one in made.paths], made.inner) == (4096, ["/a"], Inner(ratio=1.0, word="left"))
@@ -130,8 +121,6 @@ def test_forms_are_derived_from_the_declaration():
     assert [found[name].unit for name in ("rows", "limit", "on")] == ["rows", "bytes", ""]
     assert [found[name].scope for name in ("rows", "paths", "on")] == [Scope.MODEL, Scope.DRIVES, Scope.MOVING]
     assert [name for name in found if found[name].splits] == ["paths"]
-    assert [found[name].as_text for name in ("name", "paths", "rows", "table")] == [ALWAYS, SCALAR, NEVER, NEVER]
-    assert forms(Inner)["word"].choices == ("left", "right")
     assert help_of(Outer, "rows", lambda field: f"--{field}") == "Of --paths, in two lines."
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_offload import OffloadConfigError
 from hf_offload.settings.shown import LONGEST
-from hf_offload.settings.yaml_text import dump_yaml, parse_yaml, set_entry
+from hf_offload.settings.yaml_text import dump_yaml, parse_yaml
 
 
 @pytest.mark.parametrize(
@@ -120,27 +120,3 @@ def test_what_is_written_is_read_back_by_this_reader_and_by_one_of_version_1_1(c
     text = dump_yaml(content)
     assert parse_yaml(text, "here") == content
     assert yaml.safe_load(text) == content
-
-
-OPEN = "# head\nmeta:  # about\n    summary: >-\n        a: b\n\n# of data\ndata: {x: 1}  # last"
-
-
-@pytest.mark.parametrize(
-    ("text", "keys", "changed"),
-    [
-        (OPEN, ("meta", "peak"), OPEN.replace("a: b\n", "a: b\n    peak: 3 GiB\n")),
-        (OPEN, ("meta", "summary"), OPEN.replace(">-\n        a: b", "3 GiB")),
-        (OPEN, ("data",), OPEN.replace("data: {x: 1}  # last", "data: 3 GiB\n")),
-        (OPEN, ("base",), OPEN + "\nbase: 3 GiB\n"),
-        ("a:\n- 1\n- 2  # two\nb: 2\n", ("a",), "a: 3 GiB\nb: 2\n"),
-        ("meta:\n  a: [1,\n   2] # c\n  b: 1", ("meta", "a"), "meta:\n  a: 3 GiB\n  b: 1"),
-    ],
-)
-def test_an_entry_is_set_and_everything_else_stays_as_written(text, keys, changed):
-    assert set_entry(text, keys, "3 GiB", "file") == changed
-
-
-@pytest.mark.parametrize("text", ["meta: {a: 1}", "data: 1", "- 1", "meta:\n  - 1", "meta: *x"])
-def test_an_entry_needs_a_line_of_its_own(text):
-    with pytest.raises(OffloadConfigError, match="file"):
-        set_entry(text, ("meta", "a"), 1, "file")

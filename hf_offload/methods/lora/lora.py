@@ -36,7 +36,6 @@ class Lora(MemoryMode):
 
     name: ClassVar[str] = "lora"
     takes_fused: ClassVar[bool] = True
-    card_library: ClassVar[str] = "peft"
 
     rank: Annotated[Whole, Field(ge=1)] = 16
     alpha: Annotated[Number | None, Field(gt=0)] = None

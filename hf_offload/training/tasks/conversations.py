@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.settings.shown import listed, shown
 from hf_offload.training.tasks.task import (
     NO_LABEL,
     PAD_TO_MULTIPLE,
@@ -26,7 +25,6 @@ from hf_offload.training.tasks.task import (
 )
 
 ANSWERING = "assistant"
-_SHAREGPT_ROLES = {"human": "user", "gpt": ANSWERING, "user": "user", ANSWERING: ANSWERING, "system": "system"}
 DEFAULT_CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>\n' + message['content'] }}"
@@ -49,7 +47,6 @@ def make_rows(rows: Rows, setup: Setup, where: str) -> Rows:
     ensure_template(tokenizer)
     length = data.sequence_length
     columns = data.text_columns()
-    _report_unread_fields(rows, columns[0], tokenizer.get_chat_template())
     encoded = map_rows(rows, _encode, tokenizer=tokenizer, columns=columns, length=length, where=where)
     report_dropped(
         rows,
@@ -118,41 +115,18 @@ def _messages(values: tuple[Any, ...], columns: tuple[str, ...], where: str) -> 
         prompt, answer = ("" if value is None else str(value) for value in values)
         return [{"role": "user", "content": prompt}, {"role": ANSWERING, "content": answer}]
     (turns,) = values
-    if isinstance(turns, list):
-        turns = [_from_sharegpt(turn, columns[0], where) for turn in turns]
     if not isinstance(turns, list) or not all(
         isinstance(turn, dict) and {"role", "content"} <= set(turn) for turn in turns
     ):
         raise OffloadConfigError(
             f"data.messages_column={columns[0]!r}: a conversation in {where} is not a list of turns, each with role and "
-            f"content, or with from and value: {str(turns)[:100]}"
+            f"content: {str(turns)[:100]}"
         )
     # Columns have the same fields in every row, empty ones where a turn has none.
     return [
         {name: value for name, value in turn.items() if value is not None} | {"content": turn["content"] or ""}
         for turn in turns
     ]
-
-
-def _from_sharegpt(turn: Any, column: str, where: str) -> Any:
-    """A turn with ``from`` and ``value`` as one with ``role`` and ``content``."""
-    if not isinstance(turn, dict) or not {"from", "value"} <= set(turn):
-        return turn
-    if turn["from"] not in _SHAREGPT_ROLES:
-        raise OffloadConfigError(
-            f"data.messages_column={column!r}: a turn in {where} is from {shown(turn['from'])}: it must be from one of "
-            f"{', '.join(_SHAREGPT_ROLES)}."
-        )
-    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
-    return {**others, "role": _SHAREGPT_ROLES[turn["from"]], "content": turn["value"]}
-
-
-def _report_unread_fields(rows: Rows, column: str, template: str) -> None:
-    turns = getattr((rows.features or {}).get(column), "feature", None)
-    fields = turns if isinstance(turns, dict) else {}
-    unread = [name for name in fields if name not in template and name not in ("role", "content", "from", "value")]
-    if unread:
-        logger.info(f"Not read: the fields {listed(unread, column)} of turns, which the chat template does not write.")
 
 
 def _tokens(tokenizer: Any, conversations: list[list[dict[str, Any]]]) -> Iterator[tuple[list[int], list[bool]]]:
