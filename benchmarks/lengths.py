@@ -19,8 +19,8 @@ from hf_offload.plan.hardware import BUDGET_SHARE, Hardware, describe_hardware
 from hf_offload.plan.holding import IN_MEMORY, Held
 from hf_offload.plan.places import Allowed, problem_of
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.planner import largest
 from hf_offload.plan.problem import Choices
+from hf_offload.plan.search import largest
 from hf_offload.settings.schema import smallest_bytes
 from hf_offload.transforms.tiling.cut import Cut
 
@@ -117,7 +117,7 @@ def _longest(family: Family, hardware: Hardware, batch: int, lever: Lever) -> in
             problem = problem_of(footprint, hardware, budget, IN_MEMORY, Allowed())
         choices = Choices(problem)
         return any(  # in the narrowest windows: it is not about time
-            problem.fits(problem.play(choices.uniform(placement), problem.windows[-1], placement.value))
+            problem.fits(problem.play(choices.uniform(placement), problem.windows[-1]))
             for placement in lever.placements
             if placement in choices.options
         )

@@ -9,18 +9,17 @@ from typing import Any
 from hf_offload.errors import OffloadConfigError
 from hf_offload.forecast.scaling import Family
 from hf_offload.forecast.workload import Workload, count_choices
-from hf_offload.plan.choosing import choose, frontier
+from hf_offload.plan.choosing import can_hold, choose, frontier
 from hf_offload.plan.explain import UnitLine, unit_lines
-from hf_offload.plan.fitting import can_hold, refuse
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
 from hf_offload.plan.holding import Held, snapshot_bytes
 from hf_offload.plan.kinds import Kind, kinds_of
 from hf_offload.plan.places import Choice
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.planner import Alternative, largest, make_problem, simple_ways
-from hf_offload.plan.problem import Problem, Solution
-from hf_offload.plan.search import uniform
+from hf_offload.plan.problem import Problem, Solution, make_problem
+from hf_offload.plan.refusal import refuse
+from hf_offload.plan.search import Alternative, largest, simple_ways, uniform
 from hf_offload.plan.timeline import Timeline
 from hf_offload.settings.memory_modes import OF_ADAPTERS
 from hf_offload.settings.schema import smallest_bytes
@@ -146,7 +145,6 @@ class Forecast:
                 {"budget_bytes": budget, "held": one.held.as_dict()} | _summary(one.solution.timeline)
                 for budget, one in self.frontier
             ],
-            "method": None if self.solution is None else self.solution.method,
             "refusal": self.refusal,
             "predicted": [
                 {

@@ -22,8 +22,7 @@ from hf_offload.plan.holding import (
     tier_bytes,
     units_in_order,
 )
-from hf_offload.plan.planner import make_problem
-from hf_offload.plan.problem import Problem, Solution
+from hf_offload.plan.problem import Problem, Solution, make_problem
 
 _SHARES = 8
 """Weights that stay are tried in so many steps."""

@@ -81,7 +81,7 @@ def _present(known: Known, footprint: Footprint, terms: Terms) -> tuple[Solution
     step = footprint if known.problem.footprint.usual is None else footprint.reduced
     assert step is not None, "the plan was made of it"
     problem = problem_of(step, terms.hardware, terms.budget_bytes, known.held, terms.allowed)
-    solution = problem.play(known.solution.placements, known.solution.windows, known.solution.method)
+    solution = problem.play(known.solution.placements, known.solution.windows)
     return solution, peak_of(problem, solution)
 
 

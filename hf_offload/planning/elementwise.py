@@ -6,8 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 
-from hf_offload.plan.choosing import everything_stays
-from hf_offload.plan.fitting import may_hold
+from hf_offload.plan.choosing import everything_stays, may_hold
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.holding import IN_MEMORY
 from hf_offload.plan.places import problem_of

@@ -4,17 +4,15 @@ import dataclasses
 from collections.abc import Mapping
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan.choosing import find_choice
-from hf_offload.plan.fitting import least_memory
+from hf_offload.plan.choosing import least_memory
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.holding import IN_MEMORY, Held, moved_bytes
-from hf_offload.plan.places import Allowed, Choice
+from hf_offload.plan.places import Allowed
 from hf_offload.plan.plan import Placement, Plan
-from hf_offload.plan.planner import make_problem, plan_of
-from hf_offload.plan.problem import Problem, Solution, smallest_budget
+from hf_offload.plan.problem import Problem, Solution, make_problem, plan_of, smallest_budget
+from hf_offload.plan.refusal import find_choice
 from hf_offload.plan.simulate import likely_peak
-from hf_offload.plan.sparing import sparing
 from hf_offload.planning.situation import Situation
 from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes
@@ -133,12 +131,9 @@ def known_by_simulating(
 
     Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small.
     """
-
-    def find() -> Choice:
-        found = find_choice(footprint, terms.hardware, terms.budget_bytes, terms.allowed, less)
-        return sparing(found, footprint, terms.hardware, terms.budget_bytes - less, terms.allowed)
-
-    choice = terms.ranks.first(find)
+    choice = terms.ranks.first(
+        lambda: find_choice(footprint, terms.hardware, terms.budget_bytes, terms.allowed, less)
+    )
     problem, solution = choice.problem, choice.solution
     known = _known(situation, footprint, problem, solution, peak_of(problem, solution) + less, less, corrections)
     known.held = choice.held
@@ -169,7 +164,7 @@ def known_if_kept(situation: Situation, footprint: Footprint, terms: Terms, plan
     if kept > problem.limit_bytes:
         return None
     placements = dict.fromkeys(footprint.units, Placement.KEEP)
-    solution = problem.play(placements, problem.windows[0], "keep")
+    solution = problem.play(placements, problem.windows[0])
     timeline = dataclasses.replace(solution.timeline, peak_bytes=kept, must_fit_bytes=kept)
     known = _known(situation, footprint, problem, dataclasses.replace(solution, timeline=timeline), kept, 0, 0)
     known.plan = dataclasses.replace(plan, default=Placement.KEEP, placements={})

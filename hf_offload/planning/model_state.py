@@ -9,8 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.plan.choosing import choose
-from hf_offload.plan.fitting import least_memory
+from hf_offload.plan.choosing import choose, least_memory
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.holding import Held, least_weights

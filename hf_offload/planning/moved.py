@@ -23,7 +23,7 @@ def windows_to_move_all(
     """
     moved = dict.fromkeys(problem.footprint.units, safest.default)
     for windows in problem.windows:
-        solution = problem.play(moved, windows, "measured")
+        solution = problem.play(moved, windows)
         fits = solution.timeline.must_fit_bytes + more_bytes <= problem.limit_bytes
         if fits and (not within_room or problem.has_room(solution)):
             return windows if windows.write_behind_bytes < problem.limit_bytes else not_behind(windows, safest)

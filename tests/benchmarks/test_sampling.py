@@ -14,7 +14,7 @@ def call(*arguments):
     return CliRunner().invoke(app, ["sampling", *map(str, arguments)], env={"COLUMNS": "160"})
 
 
-def test_ways_of_one_shape(tmp_path, monkeypatch, short_search):
+def test_ways_of_one_shape(tmp_path, monkeypatch):
     chosen = (BASELINE, FAIR, "lora, sampled 0.3, elementwise")
     monkeypatch.setattr(sampling, "WAYS", {way: sampling.WAYS[way] for way in chosen})
     result = call("t5-base", "--output", tmp_path)

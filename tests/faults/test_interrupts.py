@@ -114,7 +114,7 @@ class Run:
 
 
 @pytest.fixture(params=list(SETTINGS))
-def run(request, tmp_path, no_collections, short_search):
+def run(request, tmp_path, no_collections):
     threads = OurThreads()
     run = Run(tmp_path, request.param)
     yield run

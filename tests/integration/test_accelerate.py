@@ -387,7 +387,7 @@ def test_a_budget_for_a_compiled_model_is_refused(tmp_path):
         accelerator.prepare(tiny_model("gpt2"))
 
 
-def test_evaluation_between_steps_of_a_loop_is_not_planned_for(tmp_path, machine_with_drive, short_search):
+def test_evaluation_between_steps_of_a_loop_is_not_planned_for(tmp_path, machine_with_drive):
     """Optimizers end steps here, and the next forward of training comes after the evaluation."""
     machine_with_drive(1e9)
 
@@ -466,7 +466,7 @@ def test_trainers_of_scripts_that_know_nothing(settings, plugin, tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_evaluation_of_a_trainer_is_not_planned_for(tmp_path, machine_with_drive, short_search):
+def test_evaluation_of_a_trainer_is_not_planned_for(tmp_path, machine_with_drive):
     machine_with_drive(1e9)
     peaks = []
     for settings in ({}, {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 12}):

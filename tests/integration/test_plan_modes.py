@@ -27,7 +27,6 @@ from tests.helpers.tables import rows
 from tests.helpers.tiny_models import _ARCHITECTURES, tiny_batch, tiny_model
 from tests.helpers.torchao_optimizers import optimizer_of
 
-pytestmark = pytest.mark.usefixtures("short_search")
 RANK = {"rank": 4}
 SETTINGS = {
     "lora": [{}, RANK],

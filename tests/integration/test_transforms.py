@@ -34,7 +34,7 @@ QUICK = [row for row in TABLE if (row[2] == "llama" and row[0] != "none") or row
 
 
 @pytest.fixture(autouse=True)
-def known_machine(machine_with_drive, short_search):
+def known_machine(machine_with_drive):
     machine_with_drive(1e9)
 
 
