@@ -352,7 +352,7 @@ class Footprint:
 
     def saves_like(self, other: "Footprint") -> None:
         """``other`` has the same saved bytes, units and blocks: what is known of them there need not be found again."""
-        for name in ("saved_columns", "saved_bytes", "recomputable", "released_last", "staying_bytes"):
+        for name in ("saved_columns", "saved_bytes", "recomputable", "released_last"):
             self.__dict__[name] = getattr(other, name)
         if self.segments is other.segments:
             self.computes_like(other)
@@ -365,11 +365,6 @@ class Footprint:
     @functools.cached_property
     def parts_held(self) -> dict[Any, Any]:
         """What :func:`~hf_offload.plan.holding.hold` has found out about it, for places that come again."""
-        return {}
-
-    @functools.cached_property
-    def staying_bytes(self) -> dict[tuple[tuple[str, ...], int], Column]:
-        """What :mod:`~hf_offload.plan.bounds` has found out about it, for orders of units that come again."""
         return {}
 
     @functools.cached_property

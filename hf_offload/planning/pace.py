@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from hf_offload.planning.known import Known
+from hf_offload.planning.shape_plan import ShapePlan
 
 # Steps whose median is this far from the prediction correct it. The prediction follows the latest of them; another plan is
 # looked for after some, and each time after twice as many: a machine that has other work, too, is now fast and now slow.
@@ -62,7 +62,7 @@ class Pace:
         self._latest: collections.deque[tuple[float, float]] = collections.deque(maxlen=_LATEST_STEPS)
         self._patience = _TIMED_STEPS
 
-    def add(self, main: Known, seconds: float, pace: float) -> float | None:
+    def add(self, main: ShapePlan, seconds: float, pace: float) -> float | None:
         """A step with the prediction of ``main`` took ``seconds``, and its compute ``pace`` times as long as predicted.
 
         Returns what steps take as a ratio to what was predicted, if it is time to look for another plan.

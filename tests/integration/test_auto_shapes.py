@@ -547,13 +547,13 @@ def _accumulating(config, evaluate, when, optimizes=True):
 
 def _measured(session):
     """What plans were made of."""
-    known = session._automatic._decisions._known
+    known = session._automatic._decisions._shapes.plans
     found = []
-    for situation, one in known.items():
+    for shape, one in known.items():
         footprint = one.footprint
         saved = sorted((each.unit, each.nbytes) for each in footprint.saved)
         blocks = [(span.name, span.not_twice) for span in footprint.blocks]
-        found.append((situation, saved, blocks, footprint.skipped_blocks, footprint.gradient_bytes))
+        found.append((shape, saved, blocks, footprint.skipped_blocks, footprint.gradient_bytes))
     return found
 
 
