@@ -112,7 +112,7 @@ def machine_with_drive(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Non
             "hf_offload.planning.ranks.measure_hardware", lambda directories, device, **options: hardware
         )
         monkeypatch.setattr("hf_offload.engine.hooks.Engine.bandwidth", lambda engine: {})
-        monkeypatch.setattr("hf_offload.planning.overhead.Overhead.busy_s", {})
+        monkeypatch.setattr("hf_offload.planning.step_time.Overhead.busy_s", {})
 
     return take
 

@@ -117,7 +117,7 @@ def count_footprint(
         saved=tuple(counter.saved()),
         blocks=tuple(counter.block_spans()),
         units=counter.units,
-        kinds=counter.kinds,
+        classes=counter.classes,
         head=counter.head,
         optimizer_step_bytes=optimizer.step_bytes,
         optimizer_step_s=optimizer.step_s,

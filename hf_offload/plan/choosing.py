@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator
 
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.holding import Held, moved_bytes
-from hf_offload.plan.places import Allowed, Choice, problem_of, ways
 from hf_offload.plan.problem import Problem, make_problem, smallest_budget
+from hf_offload.plan.rules import WIDTHS
 from hf_offload.plan.search import can_fit, smallest, solve
-from hf_offload.plan.windows import WIDTHS
+from hf_offload.plan.state_choices import Allowed, Choice, problem_of, state_placements
+from hf_offload.plan.state_placement import StatePlacement, moved_bytes
 
 _SOLVED = 4
 _SOLVED_PARTLY = 3
@@ -50,10 +50,10 @@ def _steps(footprint: Footprint) -> list[Footprint]:
 
 def everything_stays(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> bool:
     """Whether a step fits in which nothing is moved or recomputed."""
-    held = next((one for one in ways(footprint, hardware, allowed) if not one.moves), None)
-    if held is None:
+    placement = next((one for one in state_placements(footprint, hardware, allowed) if not one.moves), None)
+    if placement is None:
         return False
-    problem = problem_of(footprint, hardware, budget_bytes, held, allowed)
+    problem = problem_of(footprint, hardware, budget_bytes, placement, allowed)
     return problem.may_fit and problem.fits(problem.kept)
 
 
@@ -61,16 +61,16 @@ def _choose_with(
     width: int, footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed
 ) -> Choice | None:
     found: list[_Way] = []
-    for held in ways(footprint, hardware, allowed, width):
-        way = _Way(held, problem_of(footprint, hardware, budget_bytes, held, allowed))
+    for placement in state_placements(footprint, hardware, allowed, width):
+        way = _Way(placement, problem_of(footprint, hardware, budget_bytes, placement, allowed))
         if not way.problem.may_fit:
             continue
-        if not held.moves and way.problem.fits(way.problem.kept):
-            return Choice(held, way.problem, way.problem.kept)
+        if not placement.moves and way.problem.fits(way.problem.kept):
+            return Choice(placement, way.problem, way.problem.kept)
         found.append(way)
     best = _fastest(found)
-    if best is not None and allowed.now is not None and allowed.is_measured and best.held != allowed.now:
-        present = _fastest(way for way in found if way.held == allowed.now)
+    if best is not None and allowed.now is not None and allowed.is_measured and best.state_placement != allowed.now:
+        present = _fastest(way for way in found if way.state_placement == allowed.now)
         if present is not None and present.step_s <= _GAIN * best.step_s:
             return present
     return best
@@ -80,7 +80,7 @@ def _choose_with(
 class _Way:
     """Somewhere weights and state may be, and what is left to be placed then."""
 
-    held: Held
+    state_placement: StatePlacement
     problem: Problem
 
     @functools.cached_property
@@ -101,16 +101,16 @@ def _fastest(found: Iterable[_Way]) -> Choice | None:
     best: Choice | None = None
     left = {False: _SOLVED, True: _SOLVED_PARTLY}
     for way in _by_time(found):
-        problem, part_stays = way.problem, bool(way.held.staying)
+        problem, part_stays = way.problem, bool(way.state_placement.staying)
         if best is not None and problem.kept.timeline.step_s >= best.step_s:
             break
         if problem.fits(problem.kept):
-            return Choice(way.held, problem, problem.kept)
+            return Choice(way.state_placement, problem, problem.kept)
         if left[part_stays]:
             solution = solve(problem) if best is None else solve(problem, best.step_s)
             left[part_stays] -= solution is not None
             if solution is not None and (best is None or solution.timeline.step_s < best.step_s):
-                best = Choice(way.held, problem, solution)
+                best = Choice(way.state_placement, problem, solution)
     return best
 
 
@@ -132,12 +132,15 @@ def least_memory(footprint: Footprint, hardware: Hardware, budget_bytes: int, al
     """What needs the least memory, however slow."""
     found: list[Choice] = []
     for step in _steps(footprint):
-        each = [(held, problem_of(step, hardware, budget_bytes, held, allowed)) for held in ways(step, hardware, allowed)]
+        each = [
+            (placement, problem_of(step, hardware, budget_bytes, placement, allowed))
+            for placement in state_placements(step, hardware, allowed)
+        ]
         roomy = [one for one in each if min(one[1].room_bytes.values(), default=0) >= 0] or each
         likely = sorted(roomy, key=lambda one: one[1].least_bytes)
         moving = itertools.islice((one for one in likely if one[0].moves), _LIKELY)
         in_memory = (one for one in likely if not one[0].moves)
-        found += (Choice(held, problem, smallest(problem)) for held, problem in (*moving, *in_memory))
+        found += (Choice(placement, problem, smallest(problem)) for placement, problem in (*moving, *in_memory))
 
     def size(one: Choice) -> tuple[bool, int]:
         return not one.problem.has_room(one.solution), one.solution.timeline.must_fit_bytes
@@ -152,7 +155,8 @@ def can_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowe
 
 def _can_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> bool:
     problems = (
-        problem_of(footprint, hardware, budget_bytes, held, allowed) for held in ways(footprint, hardware, allowed)
+        problem_of(footprint, hardware, budget_bytes, placement, allowed)
+        for placement in state_placements(footprint, hardware, allowed)
     )
     possible = (one for one in problems if one.may_fit)
     first = next(possible, None)
@@ -164,8 +168,8 @@ def _can_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allow
 
 def may_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> bool:
     """Whether anything could fit if less were saved."""
-    held = ways(footprint, hardware, allowed)
-    return any(problem_of(footprint, hardware, budget_bytes, one, allowed).may_fit for one in held)
+    placement = state_placements(footprint, hardware, allowed)
+    return any(problem_of(footprint, hardware, budget_bytes, one, allowed).may_fit for one in placement)
 
 
 def frontier(footprint: Footprint, hardware: Hardware, allowed: Allowed, points: int) -> list[tuple[int, Choice]]:

@@ -9,9 +9,9 @@ from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.choosing import choose, least_memory
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.holding import GRADIENTS, IN_MEMORY, STATE, WEIGHTS, moved_bytes, tier_bytes
-from hf_offload.plan.places import Allowed, Choice
 from hf_offload.plan.problem import Problem, Solution, smallest_budget
+from hf_offload.plan.state_choices import Allowed, Choice
+from hf_offload.plan.state_placement import GRADIENTS, IN_MEMORY, STATE, WEIGHTS, moved_bytes, tier_bytes
 from hf_offload.settings.sizes import format_bytes
 
 _ROUNDS = 4
@@ -82,7 +82,7 @@ def _about_room(
     advice = []
     roomy = least_memory(footprint, dataclasses.replace(hardware, room_bytes=room), budget_bytes, writing)
     if (needed := smallest_budget(roomy.solution.timeline.must_fit_bytes)) < most:
-        lying = collections.Counter(tier_bytes(footprint, roomy.held))
+        lying = collections.Counter(tier_bytes(footprint, roomy.state_placement))
         lying.update(roomy.solution.timeline.tier_bytes)
         advice += [
             f"more room in the {tier} tier, {format_bytes(nbytes)} instead of {format_bytes(hardware.room.get(tier, 0))}"
@@ -189,5 +189,3 @@ def _about_blocks(footprint: Footprint) -> list[str]:
         f"because {reason}"
         for reason, names in reasons.items()
     ]
-
-

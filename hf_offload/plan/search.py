@@ -17,7 +17,6 @@ from hf_offload.plan.timeline import Windows
 _PARTS = 32
 
 
-
 def solve(problem: Problem, below_s: float = math.inf) -> Solution | None:
     """The fastest solution within the budget, None if none is found, or none that is faster than ``below_s``."""
     if problem.fits(problem.kept):

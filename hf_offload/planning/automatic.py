@@ -18,9 +18,9 @@ from hf_offload.plan.plan import Plan
 from hf_offload.planning.decisions import Decisions
 from hf_offload.planning.feedback import Feedback
 from hf_offload.planning.model_state import ModelState
-from hf_offload.planning.overhead import Overhead
 from hf_offload.planning.ranks import hardware_of_all
 from hf_offload.planning.shape_plan import ShapePlan
+from hf_offload.planning.step_time import Overhead
 from hf_offload.ranks import Ranks
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.transforms.rematerialization.apply import ElementwiseBlocks

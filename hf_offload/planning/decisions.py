@@ -13,12 +13,10 @@ from hf_offload.plan.timeline import Windows
 from hf_offload.planning.batch_shape import BatchShape
 from hf_offload.planning.measuring import StepMeter
 from hf_offload.planning.model_state import ModelState
-from hf_offload.planning.observed import ObservedEngine
-from hf_offload.planning.overhead import Overhead
-from hf_offload.planning.pace import Pace
 from hf_offload.planning.plan_maker import MicroBatch, PlanMaker
 from hf_offload.planning.shape_plan import ShapePlan, moving_all, not_behind, say, windows_to_measure
 from hf_offload.planning.shapes import Shapes
+from hf_offload.planning.step_time import ObservedEngine, Overhead, Pace
 from hf_offload.planning.unplanned import Unplanned
 from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes
@@ -268,9 +266,7 @@ class Decisions:
     def _plan_measured(self, micro_batches: Sequence[MicroBatch], meter: StepMeter) -> bool:
         """Make plans of the micro-batches that ran with everything moved; whether there were any."""
         found = {
-            one.shape: one
-            for one in micro_batches
-            if one.plan is None and one.is_measured and one.metered is not None
+            one.shape: one for one in micro_batches if one.plan is None and one.is_measured and one.metered is not None
         }
         if not found:
             return False

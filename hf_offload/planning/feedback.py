@@ -1,25 +1,25 @@
 """What happens in a running training, of which plans are made: its forwards and steps, some of which are measured."""
 
 import logging
+import sys
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from hf_offload.errors import OffloadPlanError
+from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.planning.batch_shape import shape_of, tensors_in
 from hf_offload.planning.decisions import Decisions
 from hf_offload.planning.measuring import StepMeter
 from hf_offload.planning.model_state import ModelState
-from hf_offload.planning.observed import ObservedEngine, OneForward
 from hf_offload.planning.optimizer_state import OptimizerState
-from hf_offload.planning.overhead import Overhead
-from hf_offload.planning.pace import StepClock
 from hf_offload.planning.plan_maker import MicroBatch
 from hf_offload.planning.shape_plan import say
 from hf_offload.planning.shapes import OverBudget
+from hf_offload.planning.step_time import ObservedEngine, Overhead, StepClock
 from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes
 
@@ -245,3 +245,43 @@ class Feedback:
             else:
                 self.most_measured_bytes = max(self.most_measured_bytes or 0, peak)
         return peaks
+
+
+class OneForward:
+    """Tells a forward that begins while another thread runs one, and one that was broken off: by an error, or by Ctrl-C."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None  # in which one has begun
+        self._handled = 0  # id of the error that this thread was handling then
+        self._is_broken_off = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether one runs now."""
+        return self._thread is not None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether one runs in another thread now."""
+        thread = self._thread
+        return thread is not None and thread is not threading.current_thread() and thread.is_alive()
+
+    def refusal(self) -> OffloadConfigError:
+        """What is said of another one meanwhile, under a plan that cannot have both."""
+        return OffloadConfigError(
+            f"tier='auto' plans for one forward at a time, and {threading.current_thread().name} has begun one while "
+            "another thread runs one: set tier='ram' or tier='ssd' where several threads train a model at once."
+        )
+
+    def begin(self) -> bool:
+        """A forward begins in this thread. Returns whether the one before it was broken off."""
+        this = threading.current_thread()
+        is_broken_off = self._is_broken_off or self._thread is not None
+        self._thread, self._handled, self._is_broken_off = this, id(sys.exception()), False
+        return is_broken_off
+
+    def end(self) -> None:
+        """A forward has ended in this thread, maybe by an error, which is being handled then."""
+        if self._thread is threading.current_thread():
+            self._thread = None
+            self._is_broken_off = id(sys.exception()) != self._handled

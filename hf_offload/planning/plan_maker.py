@@ -11,14 +11,13 @@ from torch import nn
 from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.holding import Held
-from hf_offload.plan.places import Allowed
 from hf_offload.plan.plan import Plan
+from hf_offload.plan.state_choices import Allowed
+from hf_offload.plan.state_placement import StatePlacement
 from hf_offload.plan.timeline import Windows
 from hf_offload.planning.batch_shape import BatchShape
 from hf_offload.planning.measuring import StepMeter
 from hf_offload.planning.model_state import ModelState
-from hf_offload.planning.overhead import Overhead
 from hf_offload.planning.shape_plan import (
     ShapePlan,
     Terms,
@@ -32,6 +31,7 @@ from hf_offload.planning.shape_plan import (
     windows_to_reduce,
 )
 from hf_offload.planning.shapes import Shapes
+from hf_offload.planning.step_time import Overhead
 from hf_offload.ranks import Ranks
 
 # Each is followed by a measured step.
@@ -93,7 +93,7 @@ class PlanMaker:
         self._may_reduce = may_reduce  # whether any block has elementwise operations that it may recompute
         self._ranks = ranks
         self._changes = 0
-        self._refused_places: set[Held] = set()
+        self._refused_places: set[StatePlacement] = set()
         self._refusals: dict[BatchShape, OffloadPlanError] = {}  # before there was a plan
         self.has_planned = self._has_warned = False
         self.most_demanding: BatchShape | None = None
@@ -139,9 +139,9 @@ class PlanMaker:
 
     def on_infeasible(self) -> bool:
         """No plan fits, or a measured step did not: let the model need less memory; whether that was possible."""
-        before = self._state.held
+        before = self._state.state_placement
         has_changed = any(self._ranks.gather(self._on_infeasible()))
-        if self._state.held != before:
+        if self._state.state_placement != before:
             self._refused_places.add(before)  # nothing goes back there
         return has_changed
 
@@ -159,7 +159,9 @@ class PlanMaker:
 
         Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small for the first plan of the run.
         """
-        needed = [one for one in micro_batches if not any(other != one and one.begins(other) for other in micro_batches)]
+        needed = [
+            one for one in micro_batches if not any(other != one and one.begins(other) for other in micro_batches)
+        ]
         steps: dict[BatchShape, Footprint] = {}
         for shape in sorted(needed, key=lambda shape: shape.demand, reverse=True):
             footprint: Footprint | None = self.footprint(meter, micro_batches[shape])
@@ -261,8 +263,8 @@ class PlanMaker:
             plan = find()
             if plan is None or plan.fixed is not None:
                 return plan, False
-            is_there = self._ranks.gather(plan.held == self._state.held)[0]
-            if any(self._ranks.gather(self._state.hold(self._model, plan.held))):
+            is_there = self._ranks.gather(plan.state_placement == self._state.state_placement)[0]
+            if any(self._ranks.gather(self._state.place(self._model, plan.state_placement))):
                 break
             if is_there:
                 return plan, False

@@ -8,12 +8,12 @@ from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.choosing import everything_stays, least_memory, may_hold
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.holding import IN_MEMORY, Held, moved_bytes
-from hf_offload.plan.places import Allowed, Choice, problem_of
 from hf_offload.plan.plan import Placement, Plan
 from hf_offload.plan.problem import Problem, Solution, make_problem, plan_of, smallest_budget
 from hf_offload.plan.refusal import find_choice
 from hf_offload.plan.simulate import likely_peak
+from hf_offload.plan.state_choices import Allowed, Choice, problem_of
+from hf_offload.plan.state_placement import IN_MEMORY, StatePlacement, moved_bytes
 from hf_offload.plan.timeline import Windows
 from hf_offload.planning.batch_shape import BatchShape
 from hf_offload.ranks import Ranks
@@ -73,7 +73,7 @@ class ShapePlan:
 
     Attributes:
         footprint: The measured micro-batch that it was made of.
-        held: Where weights, gradients and state are to be.
+        state_placement: Where weights, gradients and state are to be.
         correction_bytes: How much less than the budget it was made for.
         corrections: How many plans of the same micro-batch came before it.
         steps: How many ran under it.
@@ -87,7 +87,7 @@ class ShapePlan:
     footprint: Footprint
     problem: Problem
     solution: Solution
-    held: Held
+    state_placement: StatePlacement
     prediction: Prediction
     correction_bytes: int = 0
     corrections: int = 0
@@ -101,7 +101,7 @@ class ShapePlan:
     def made_of(cls, shape: BatchShape, footprint: Footprint, choice: Choice, peak_bytes: int) -> "ShapePlan":
         """The plan that ``choice`` is, with this predicted peak."""
         prediction = Prediction(peak_bytes, 0.0, footprint.base_bytes)
-        found = cls(shape, footprint, choice.problem, choice.solution, choice.held, prediction)
+        found = cls(shape, footprint, choice.problem, choice.solution, choice.state_placement, prediction)
         prediction.step_s = found.micro_batch_s + footprint.optimizer_step_s
         return found
 
@@ -191,7 +191,7 @@ class ShapePlan:
         assert step is not None, "the plan was made of it"
 
         def play() -> tuple[Solution, int]:
-            problem = problem_of(step, terms.hardware, terms.budget_bytes, self.held, terms.allowed)
+            problem = problem_of(step, terms.hardware, terms.budget_bytes, self.state_placement, terms.allowed)
             solution = problem.play(self.solution.placements, self.solution.windows)
             return solution, _peak_of(problem, solution)
 
@@ -206,16 +206,12 @@ class ShapePlan:
         self.prediction.peak_bytes = max(peak, self.prediction.measured_peak_bytes or 0)
 
 
-def planned(
-    shape: BatchShape, footprint: Footprint, terms: Terms, *, less: int = 0, corrections: int = 0
-) -> ShapePlan:
+def planned(shape: BatchShape, footprint: Footprint, terms: Terms, *, less: int = 0, corrections: int = 0) -> ShapePlan:
     """The plan for a measured micro-batch, with ``less`` bytes less than the budget, over all that is allowed.
 
     Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small.
     """
-    choice = terms.ranks.first(
-        lambda: find_choice(footprint, terms.hardware, terms.budget_bytes, terms.allowed, less)
-    )
+    choice = terms.ranks.first(lambda: find_choice(footprint, terms.hardware, terms.budget_bytes, terms.allowed, less))
     found = ShapePlan.made_of(shape, footprint, choice, _peak_of(choice.problem, choice.solution) + less)
     found.correction_bytes, found.corrections = less, corrections
     return found
@@ -352,8 +348,8 @@ def windows_to_reduce(usual: Footprint, terms: Terms, safest: Plan, *, within_ro
     """Those to measure such a step with, of which ``usual`` was measured without. None if everything that moves, and what one
     unit recomputes, is not within the budget, and of tiers if it is to be ``within_room``.
     """
-    held = terms.allowed.now or IN_MEMORY
-    problem = problem_of(usual, terms.hardware, terms.budget_bytes, held, terms.allowed)
+    placement = terms.allowed.now or IN_MEMORY
+    problem = problem_of(usual, terms.hardware, terms.budget_bytes, placement, terms.allowed)
     # What is recomputed of a unit is what it would have saved.
     recomputed = (usual.saved_bytes[unit] for unit, block in usual.units.items() if block is not None)
     return windows_to_move_all(problem, safest, max(recomputed, default=0), within_room=within_room)

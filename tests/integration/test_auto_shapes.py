@@ -359,7 +359,7 @@ def test_where_a_graph_is_walked_again_over_the_budget_weights_and_state_move_to
         [_gradient_penalty] * 4,
         auto(tmp_path, "8MiB"),
         prepares=True,
-        look=lambda session: held.append(session._state.held),
+        look=lambda session: held.append(session._state.state_placement),
     )
     assert is_same(expected, found)
     assert [(one.state, one.weights) for one in held] == [("ssd", "ssd")] * 4

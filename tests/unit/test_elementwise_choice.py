@@ -10,11 +10,11 @@ from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.choosing import can_hold, choose, least_memory
 from hf_offload.plan.footprint import Saved, Segment
 from hf_offload.plan.hardware import CARDS, Measurement, describe_hardware
-from hf_offload.plan.places import Allowed
 from hf_offload.plan.plan import Placement, safest_plan
 from hf_offload.plan.problem import make_problem, plan_of, smallest_budget
 from hf_offload.plan.refusal import find_choice
 from hf_offload.plan.search import uniform
+from hf_offload.plan.state_choices import Allowed
 from tests.helpers.handmade_footprints import MB, footprint_of
 
 

@@ -10,12 +10,12 @@ import pytest
 from hf_offload.errors import OffloadPlanError
 from hf_offload.plan import problem as problem_module
 from hf_offload.plan.hardware import Measurement, describe_hardware
-from hf_offload.plan.places import Allowed
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.problem import Choices, Problem, smallest_budget
 from hf_offload.plan.refusal import find_choice
 from hf_offload.plan.search import can_fit, smallest, solve, uniform
 from hf_offload.plan.simulate import simulate
+from hf_offload.plan.state_choices import Allowed
 from hf_offload.plan.timeline import Channel, Windows
 from tests.helpers.handmade_footprints import MB, footprint_of
 
@@ -120,7 +120,6 @@ def test_a_tier_is_not_filled_beyond_its_room():
     found = solve(Problem(footprint, channels, {"ram": 60 * MB, "ssd": 10**12}, budget, windows, may_recompute=False))
     assert found.timeline.tier_bytes["ram"] <= 60 * MB
     assert found.timeline.tier_bytes["ssd"] > 0
-
 
 
 def machine_with(tier, room):
