@@ -9,7 +9,7 @@ import functools
 import heapq
 import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
@@ -68,7 +68,7 @@ def _choose_with(
         if not placement.moves and way.problem.fits(way.problem.kept):
             return Choice(placement, way.problem, way.problem.kept)
         found.append(way)
-    best = _fastest(found)
+    best = _fastest(found) or _smallest(found)
     if best is not None and allowed.now is not None and allowed.is_measured and best.state_placement != allowed.now:
         present = _fastest(way for way in found if way.state_placement == allowed.now)
         if present is not None and present.step_s <= _GAIN * best.step_s:
@@ -112,6 +112,15 @@ def _fastest(found: Iterable[_Way]) -> Choice | None:
             if solution is not None and (best is None or solution.timeline.step_s < best.step_s):
                 best = Choice(way.state_placement, problem, solution)
     return best
+
+
+def _smallest(found: Sequence[_Way]) -> Choice | None:
+    """Of the way that takes the least, what needs the least memory, if that fits."""
+    way = min(found, key=lambda one: one.problem.least_bytes, default=None)
+    if way is None:
+        return None
+    solution = smallest(way.problem)
+    return Choice(way.state_placement, way.problem, solution) if way.problem.fits(solution) else None
 
 
 def _by_time(found: Iterable[_Way]) -> Iterator[_Way]:

@@ -1,11 +1,12 @@
 """Choosing a placement for every unit: the fastest step whose memory stays within the budget.
 
 The search is greedy. Of each placement, as few units as the budget allows: the first ones of the model, whose bytes backward
-needs last, and which have the most time to go and come back (SSDTrain's prefix rule). All others are kept. The simulation
-judges them. What more searching is worth: docs/measured_plans.md.
+needs last, and which have the most time to go and come back (SSDTrain's prefix rule). All others are kept. What a tier has no
+room for goes to another. The simulation judges them. What more searching is worth: docs/measured_plans.md.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -23,25 +24,43 @@ def solve(problem: Problem, below_s: float = math.inf) -> Solution | None:
         return problem.kept
     choices, best = Choices(problem), None
     for placement in choices.options[1:]:
-        found = _fewest(problem, choices, placement, below_s)
-        if found is not None and (best is None or found.objective < best.objective):
-            best, below_s = found, found.timeline.step_s
+        for found in _fewest(problem, choices, placement, below_s):
+            if found.timeline.step_s <= below_s and (best is None or found.objective < best.objective):
+                best, below_s = found, found.timeline.step_s
     return best
 
 
-def _fewest(problem: Problem, choices: Choices, placement: Placement, below_s: float) -> Solution | None:
-    """As few units placed so as the budget allows, in the widest windows in which it is enough to place all of them so: wider
-    ones wait less. None if there are none, or none that is faster than ``below_s``.
+def _fewest(problem: Problem, choices: Choices, placement: Placement, below_s: float) -> Iterator[Solution]:
+    """As few units placed so as the budget allows, in the widest windows in which that fits: wider ones wait less. Where the
+    tier has no room for them in any, those that it has room for, and the others placed otherwise. What cannot be faster than
+    ``below_s`` is left out.
+    """
+    found: list[tuple[int, Solution]] = []
+    usable = _windows_for(problem, placement)
+    if not problem.is_within_memory(problem.play(choices.uniform(placement), usable[-1])):
+        return
+    for windows in usable:
+        first = _first_enough(problem, choices, placement, windows, below_s)
+        if first is not None and problem.has_room(first[1]):
+            yield first[1]
+            return
+        found += [] if first is None else [first]
+    if found and not placement.recomputes:
+        yield from _spilled(problem, choices, placement, *found[0])
+
+
+def _first_enough(
+    problem: Problem, choices: Choices, placement: Placement, windows: Windows, below_s: float
+) -> tuple[int, Solution] | None:
+    """The fewest of the first units with which a step is within memory if they are placed so, and that step; None if not even
+    all of them are enough, or if it is slower than ``below_s``.
 
     Where memory reaches its limit is guessed from two counts, as if it fell evenly between them; every third look halves what
     is left.
     """
-    usable = _windows_for(problem, placement)
-    narrowest = problem.play(choices.uniform(placement), usable[-1])
-    if not problem.is_within_memory(narrowest):
+    best = problem.play(choices.uniform(placement), windows)
+    if not problem.is_within_memory(best):
         return None
-    every = (problem.play(choices.uniform(placement), windows) for windows in usable[:-1])
-    best = next(filter(problem.is_within_memory, every), narrowest)
     grain = max(1, len(choices.units) // _PARTS)
     low, high = 0, -(-len(choices.units) // grain)
     low_bytes, high_bytes, looks = problem.kept.timeline.must_fit_bytes, best.timeline.must_fit_bytes, 0
@@ -49,7 +68,7 @@ def _fewest(problem: Problem, choices: Choices, placement: Placement, below_s: f
         share = (low_bytes - problem.limit_bytes) / max(1, low_bytes - high_bytes)
         guess = low + math.ceil((high - low) * (0.5 if looks % 3 == 2 else share))
         middle = min(max(guess, low + 1), high - 1)
-        tried = problem.play(choices.first(middle * grain, placement), best.windows)
+        tried = problem.play(choices.first(middle * grain, placement), windows)
         if problem.is_within_memory(tried):
             high, high_bytes, best = middle, tried.timeline.must_fit_bytes, tried
         elif tried.timeline.step_s > below_s:
@@ -57,7 +76,25 @@ def _fewest(problem: Problem, choices: Choices, placement: Placement, below_s: f
         else:
             low, low_bytes = middle, tried.timeline.must_fit_bytes
         looks += 1
-    return best if problem.has_room(best) and best.timeline.step_s <= below_s else None
+    return min(high * grain, len(choices.units)), best
+
+
+def _spilled(
+    problem: Problem, choices: Choices, placement: Placement, count: int, like: Solution
+) -> Iterator[Solution]:
+    """The first ``count`` units, of which the last ones are placed so, as many as the tier has room for, and those before,
+    which have the most time, in each of the other ways.
+    """
+    units, room = choices.units[:count], problem.room_bytes.get(placement.tier or "", 0)
+    ends = itertools.accumulate(problem.footprint.saved_bytes[unit] for unit in reversed(units))
+    others = count - sum(1 for _ in itertools.takewhile(lambda nbytes: nbytes <= room, ends))
+    for other in choices.options[1:]:
+        if other.tier != placement.tier:
+            placements = dict(choices.first(others, other))
+            placements |= {unit: placement for unit in units[others:] if not placements[unit].recomputes}
+            solution = problem.play(placements, like.windows)
+            if problem.fits(solution):
+                yield solution
 
 
 def smallest(problem: Problem) -> Solution:

@@ -116,7 +116,7 @@ def test_where_anything_has_to_leave_it_is_on_if_memory_is_fast(hardware):
         assert plan.elementwise
     else:
         assert placed <= {Placement.KEEP, Placement.RAM, Placement.SSD}
-        assert len(placed) > 1
+        assert placed != {Placement.KEEP}
 
 
 @pytest.mark.parametrize("hardware", [FAST, SLOW])
