@@ -175,7 +175,7 @@ class Choices:
         for one in footprint.saved:
             first.setdefault(one.unit, one.packed)
         self.units = sorted(first, key=first.__getitem__)
-        self._members: dict[str, list[str]] = {span.name: [span.name] for span in footprint.recomputable}
+        self._members: dict[str | None, list[str]] = {span.name: [span.name] for span in footprint.recomputable}
         for unit in self.units:
             if (block := self._blocks_of[unit]) in self._members:
                 self._members[block].append(unit)
@@ -186,11 +186,11 @@ class Choices:
         """
         chosen = dict.fromkeys(self._blocks_of, Placement.KEEP)
         for unit in self.units[:count]:
-            members = self._members.get(self._blocks_of[unit] or "") if placement.recomputes else None
-            if members is None:
-                chosen[unit] = placement.in_full
+            block = self._blocks_of[unit]
+            if placement.recomputes and block in self._members:
+                chosen |= dict.fromkeys(self._members[block], placement)
             else:
-                chosen |= dict.fromkeys(members, placement)
+                chosen[unit] = placement.in_full
         return chosen
 
     def uniform(self, placement: Placement) -> Placements:

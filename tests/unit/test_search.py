@@ -94,8 +94,8 @@ def test_whether_anything_fits_is_whether_the_smallest_does(seed):
 
 def test_what_is_far_from_fitting_is_seen_at_once(monkeypatch):
     """However little room tiers have: nothing that would keep to it is looked for."""
-    problem = random_problem(3)
-    problem = dataclasses.replace(problem, room_bytes=dict.fromkeys(problem.channels, 30 * MB), may_recompute=False)
+    windows = (Windows(20 * MB, 20 * MB),)
+    problem = Problem(SAVED, {"ssd": Channel(1e9, 1e9)}, {"ssd": 120 * MB}, 0, windows, may_recompute=False)
     choices, played = Choices(problem), []
     steps = [problem.play(choices.uniform(one), problem.windows[-1]).timeline for one in choices.options]
     least = min(one.must_fit_bytes for one in steps)
