@@ -40,7 +40,6 @@ class _Times:
         dropped = end if self.dropped is None else self.dropped
         died = end if self.died is None else self.died
         return died if died > dropped else self.packed
-        return self.died if self.died > self.dropped else self.packed
 
 
 class SavedTimes:
