@@ -164,16 +164,16 @@ class PlanMaker:
         ]
         steps: dict[BatchShape, Footprint] = {}
         for shape in sorted(needed, key=lambda shape: shape.demand, reverse=True):
-            footprint: Footprint | None = self.footprint(meter, micro_batches[shape])
-            if footprint is not None and micro_batches[shape].is_reduced:
-                footprint = self._shapes.joined(shape, footprint)
-            if footprint is not None:
-                steps[shape] = footprint
+            one = micro_batches[shape]
+            footprint = self.footprint(meter, one)
+            step = self._shapes.joined(shape, footprint) if one.is_reduced else footprint
+            if step is not None:
+                steps[shape] = step
         plans: list[ShapePlan] = []
         refused: dict[BatchShape, OffloadPlanError] = {}
-        for shape, step in steps.items():
+        for shape, footprint in steps.items():
             try:
-                plan, has_moved = self._make_one(shape, step)
+                plan, has_moved = self._make_one(shape, footprint)
             except OffloadPlanError as error:
                 refused[shape] = error
                 continue
