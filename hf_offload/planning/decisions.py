@@ -156,7 +156,7 @@ class Decisions:
             self._apply_plan(plan)
 
     def _with_all_state(self, plan: ShapePlan, state_bytes: int) -> ShapePlan | None:
-        """``plan``, made again where optimizers hold more by now than it was made for; None if that does not fit."""
+        """``plan``, renewed where optimizers hold more by now than it was made for; None if that does not fit."""
         more = state_bytes - plan.footprint.state_bytes
         if more <= 0:
             return plan
