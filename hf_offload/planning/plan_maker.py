@@ -242,7 +242,7 @@ class PlanMaker:
         say(self._ranks, logging.INFO, "Measuring a step in which elementwise operations are recomputed.")
         return True
 
-    # -- plans that are made again ------------------------------------------------------------------------------------
+    # -- plans that are renewed ---------------------------------------------------------------------------------------
 
     def make_with_more_state(self, plan: ShapePlan, nbytes: int) -> ShapePlan | None:
         """``plan`` with ``nbytes`` more of optimizer state; None where weights or state were moved for it.
