@@ -192,16 +192,16 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
 
     in_memory = problem = problem_for(here)
     allowed = dataclasses.replace(workload.allowed, may_recompute=may_recompute)
-    placement, solution, refused = StatePlacement(), None, None
+    state_placement, solution, refused = StatePlacement(), None, None
     short_of: Mapping[str, int] = {}
     used = _used_by_a_run(workload, hardware)
     choice = choose(here, used, budget_bytes, allowed)
     if choice is None:
         least, error = refuse(here, used, budget_bytes, allowed)
-        placement, problem, refused = least.state_placement, least.problem, str(error)
+        state_placement, problem, refused = least.state_placement, least.problem, str(error)
         short_of = least.problem.over(least.solution)
     else:
-        placement, problem, solution = choice.state_placement, choice.problem, choice.solution
+        state_placement, problem, solution = choice.state_placement, choice.problem, choice.solution
     if missing > 0:
         solution, short_of = None, {"ram": missing}
         refused = (
@@ -245,7 +245,7 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
         lines=[] if solution is None else unit_lines(problem, solution),
         rows=rows,
         sequence_limit=limit,
-        state_placement=placement,
+        state_placement=state_placement,
         counted=here,
         step_s=here.step_s,
         snapshots_bytes=snapshots_bytes,
