@@ -17,7 +17,6 @@ from benchmarks.orders import orders
 from benchmarks.predictions import predictions
 from benchmarks.sampling import sampling
 from benchmarks.snapshots import snapshots
-from benchmarks.solvers import solvers
 from benchmarks.state.command import state
 from benchmarks.weights.command import weights
 
@@ -44,7 +43,6 @@ for command in (
     predictions,
     sampling,
     snapshots,
-    solvers,
     state,
     weights,
 ):

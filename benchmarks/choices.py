@@ -12,9 +12,8 @@ from hf_offload.forecast.workload import count_choices
 from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.plan.choosing import choose
 from hf_offload.plan.hardware import describe_hardware
-from hf_offload.plan.places import Allowed
-from hf_offload.plan.plan import Placement
-from hf_offload.plan.planner import make_problem, uniform
+from hf_offload.plan.problem import make_problem
+from hf_offload.plan.state_choices import Allowed
 from hf_offload.reports.formats import markdown_table
 
 MODELS = {
@@ -42,8 +41,7 @@ def choices(
             for name, overrides in models.items():
                 progress.update(task, description=name)
                 counted = count_choices(find_workload(name, overrides), hardware)
-                kept = uniform(make_problem(counted, hardware, sys.maxsize), Placement.KEEP)
-                assert kept is not None, "every model can be kept where memory has no end"
+                kept = make_problem(counted, hardware, sys.maxsize).kept
                 for share in SHARES:
                     began_s = time.process_time()
                     found = choose(counted, hardware, int(share * kept.timeline.must_fit_bytes), Allowed())

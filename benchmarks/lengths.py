@@ -16,11 +16,11 @@ from hf_offload.forecast.workload import Workload, count_workload
 from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware, describe_hardware
-from hf_offload.plan.holding import IN_MEMORY, Held
-from hf_offload.plan.places import Allowed, problem_of
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.planner import largest
 from hf_offload.plan.problem import Choices
+from hf_offload.plan.search import largest
+from hf_offload.plan.state_choices import Allowed, problem_of
+from hf_offload.plan.state_placement import IN_MEMORY, StatePlacement
 from hf_offload.transforms.tiling.cut import Cut
 
 PIECES = (128, 16)
@@ -29,20 +29,20 @@ PIECES = (128, 16)
 _MOST_TOKENS = 1 << 24
 _LENGTHS = (4096, 8192, 16384)
 _BOUNDARIES = (Placement.RECOMPUTE_RAM, Placement.RECOMPUTE_SSD)
-_IN_RAM = Held("ram", "ram")
+_IN_RAM = StatePlacement("ram", "ram")
 
 
 @dataclasses.dataclass(frozen=True)
 class Lever:
     """What is done from here on, on top of what came before: a change of the workload, or a placement of every unit.
 
-    ``held`` is where weights, gradients and state are.
+    ``placement`` is where weights, gradients and state are.
     """
 
     name: str
     changes: Mapping[str, Any]
     placements: tuple[Placement, ...]
-    held: Held = IN_MEMORY
+    state_placement: StatePlacement = IN_MEMORY
 
 
 LEVERS = (
@@ -111,12 +111,12 @@ def _longest(family: Family, hardware: Hardware, batch: int, lever: Lever) -> in
 
     def fits(tokens: int) -> bool:
         footprint: Footprint = family.at(batch, tokens)
-        problem = problem_of(footprint, hardware, budget, lever.held, Allowed())
+        problem = problem_of(footprint, hardware, budget, lever.state_placement, Allowed())
         if "ram" not in problem.room_bytes or min(problem.room_bytes.values()) < 0:  # they do not fit there
             problem = problem_of(footprint, hardware, budget, IN_MEMORY, Allowed())
         choices = Choices(problem)
         return any(  # in the narrowest windows: it is not about time
-            problem.fits(problem.play(choices.uniform(placement), problem.windows[-1], placement.value))
+            problem.fits(problem.play(choices.uniform(placement), problem.windows[-1]))
             for placement in lever.placements
             if placement in choices.options
         )

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from hf_offload.errors import OffloadConfigError
 from hf_offload.forecast.workload import count_workload
 from hf_offload.forecast.workload_sources import find_workload
-from hf_offload.plan.choosing import find_choice
+from hf_offload.plan.explain import categories_of
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware, describe_hardware
-from hf_offload.plan.kinds import kinds_of
-from hf_offload.plan.places import Choice
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.planner import make_problem
-from hf_offload.plan.problem import Solution
+from hf_offload.plan.problem import Solution, make_problem
+from hf_offload.plan.refusal import find_choice
 from hf_offload.plan.search import solve, uniform
+from hf_offload.plan.state_choices import Choice
 from hf_offload.settings.recipe_meta import Predicted
 from hf_offload.settings.recipes import Recipe, load_recipe
 from hf_offload.settings.sizes import format_seconds
@@ -139,14 +138,14 @@ def predict_recipe(name: str) -> RecipePrediction:
         kept_peak_bytes=kept.timeline.peak_bytes,
         kept_step_s=kept.timeline.step_s,
         planned_step_s=None if planned is None else planned.timeline.step_s,
-        tier_bytes={} if choice is None or not choice.held.moves else _lying(choice, counted),
+        tier_bytes={} if choice is None or not choice.state_placement.moves else _lying(choice, counted),
         tokens=workload.batch * workload.sequence if workload.length_unit == "tokens" else 0,
     )
 
 
 def _lying(choice: Choice, counted: Footprint) -> dict[str, int]:
-    kinds = kinds_of(counted, choice.problem, choice.held, choice.solution)
-    return {tier: sum(kind.tiers.get(tier, 0) for kind in kinds) for tier, _ in _TIERS}
+    categories = categories_of(counted, choice.problem, choice.state_placement, choice.solution)
+    return {tier: sum(category.tiers.get(tier, 0) for category in categories) for tier, _ in _TIERS}
 
 
 def _way(recipe: Recipe) -> tuple[str, bool]:

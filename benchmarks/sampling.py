@@ -22,7 +22,7 @@ from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware, describe_hardware
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.planner import make_problem
+from hf_offload.plan.problem import make_problem
 from hf_offload.plan.search import uniform
 from hf_offload.plan.simulate import simulate
 from hf_offload.plan.timeline import Windows

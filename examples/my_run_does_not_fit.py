@@ -50,8 +50,8 @@ budget = int(SHARE * whole)
 print(f"weights and optimizer state  {format_bytes(footprint.base_bytes):>12}")
 print(f"gradients                    {format_bytes(footprint.gradient_bytes):>12}")
 print(f"saved for backward           {format_bytes(sum(footprint.saved_bytes.values())):>12}")
-for kind in sorted(set(footprint.kinds.values())):
-    saved = sum(footprint.saved_bytes[unit] for unit, own in footprint.kinds.items() if own == kind)
+for kind in sorted(set(footprint.classes.values())):
+    saved = sum(footprint.saved_bytes[unit] for unit, own in footprint.classes.items() if own == kind)
     print(f"    of it by {kind:20}{format_bytes(saved):>12}")
 print(f"peak of a step               {format_bytes(whole):>12}, in {baseline.timeline.peak_unit}")
 print(f"budget                       {format_bytes(budget):>12}")

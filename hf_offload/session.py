@@ -30,9 +30,9 @@ from hf_offload.interrupts import signals_deferred
 from hf_offload.methods.applied import AppliedMode, apply_mode
 from hf_offload.plan.plan import Plan, plan_from_settings, safest_plan
 from hf_offload.planning.automatic import AutomaticPlan
-from hf_offload.planning.known import Known, Prediction
 from hf_offload.planning.model_state import ModelState
 from hf_offload.planning.ranks import agreed
+from hf_offload.planning.shape_plan import Prediction, ShapePlan
 from hf_offload.ranks import Ranks
 from hf_offload.settings.environment import unless_disabled
 from hf_offload.settings.schema import OffloadConfig
@@ -272,9 +272,9 @@ class OffloadSession:
         return self._plan if self._automatic is None else self._automatic.plan
 
     @property
-    def planned(self) -> Known | None:
+    def planned(self) -> ShapePlan | None:
         """With tier ``auto``: the current plan and the measured step that it was made of; None before the first one."""
-        return None if self._automatic is None else self._automatic.known
+        return None if self._automatic is None else self._automatic.planned
 
     @property
     def forecast(self) -> Prediction | None:

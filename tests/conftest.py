@@ -96,12 +96,6 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are as good as a tenth of the search makes them: what they keep to is the same."""
-    monkeypatch.setattr("hf_offload.plan.search._SEARCH_WORK", 9_000)
-
-
-@pytest.fixture
 def machine_with_drive(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Takes the machine for one whose drive moves so many bytes a second, however busy it is, and spares its measurement."""
 
@@ -111,13 +105,13 @@ def machine_with_drive(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Non
             "hf_offload.planning.ranks.measure_hardware", lambda directories, device, **options: hardware
         )
         monkeypatch.setattr("hf_offload.engine.hooks.Engine.bandwidth", lambda engine: {})
-        monkeypatch.setattr("hf_offload.planning.overhead.Overhead.busy_s", {})
+        monkeypatch.setattr("hf_offload.planning.step_time.Overhead.busy_s", {})
 
     return take
 
 
 @pytest.fixture
-def few_budgets(monkeypatch: pytest.MonkeyPatch, short_search: None) -> None:
+def few_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forecasts plan for their smallest and their largest other budget alone, of eight."""
     monkeypatch.setattr("hf_offload.forecast.forecast._BUDGETS", 2)
 

@@ -92,16 +92,16 @@ def _kind_table(forecast: "Forecast") -> Table:
         caption="GiB. all: as in a run that moves nothing. read, written: to and from tiers in a micro-batch with its step. "
         "Activations that are recomputed are nowhere.",
     )
-    for kind in forecast.kinds:
-        cells = [kind.total_bytes, kind.memory_bytes]
-        moved = [sum(kind.tiers.values()), sum(kind.read_bytes.values()), sum(kind.written_bytes.values())]
-        table.add_row(kind.name, *(_gib(cell) for cell in (*cells, *moved)), kind.place)
+    for category in forecast.categories:
+        cells = [category.total_bytes, category.memory_bytes]
+        moved = [sum(category.tiers.values()), sum(category.read_bytes.values()), sum(category.written_bytes.values())]
+        table.add_row(category.name, *(_gib(cell) for cell in (*cells, *moved)), category.place)
     return table
 
 
 def _frontier_table(forecast: "Forecast") -> Table:
-    from hf_offload.plan.holding import STATE, WEIGHTS
-    from hf_offload.plan.kinds import ACTIVATIONS, kinds_of
+    from hf_offload.plan.explain import ACTIVATIONS, categories_of
+    from hf_offload.plan.state_placement import STATE, WEIGHTS
 
     columns = ("budget", "step", "ratio", WEIGHTS, STATE, ACTIVATIONS)
     table = make_table(
@@ -112,11 +112,12 @@ def _frontier_table(forecast: "Forecast") -> Table:
         "limit. Activations that are recomputed are nowhere.",
     )
     for budget, choice in forecast.frontier:
-        kinds = {
-            one.name: one.place for one in kinds_of(forecast.counted, choice.problem, choice.held, choice.solution)
+        where = {
+            one.name: one.place
+            for one in categories_of(forecast.counted, choice.problem, choice.state_placement, choice.solution)
         }
         ratio = f"{choice.step_s / forecast.step_s:.2f}"
-        table.add_row(_gib(budget), format_seconds(choice.step_s), ratio, *(kinds[name] for name in columns[3:]))
+        table.add_row(_gib(budget), format_seconds(choice.step_s), ratio, *(where[name] for name in columns[3:]))
     return table
 
 

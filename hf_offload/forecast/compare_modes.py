@@ -10,8 +10,8 @@ from hf_offload.forecast.workload import Workload, count_workload
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.planner import largest, make_problem
-from hf_offload.plan.search import uniform
+from hf_offload.plan.problem import make_problem
+from hf_offload.plan.search import largest, uniform
 from hf_offload.settings.memory_modes import NONE, mode_names
 
 _MOST_ROWS = 1 << 14

@@ -102,7 +102,7 @@ def count_footprint(
         saved=tuple(counter.saved()),
         blocks=tuple(counter.block_spans()),
         units=counter.units,
-        kinds=counter.kinds,
+        classes=counter.classes,
         head=counter.head,
         optimizer_step_bytes=optimizer.step,
         optimizer_step_s=cost(0, optimizer.moved, torch.float32),

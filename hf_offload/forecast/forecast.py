@@ -9,18 +9,16 @@ from typing import Any
 from hf_offload.errors import OffloadConfigError
 from hf_offload.forecast.scaling import Family
 from hf_offload.forecast.workload import Workload, count_choices
-from hf_offload.plan.choosing import choose, frontier
-from hf_offload.plan.explain import UnitLine, unit_lines
-from hf_offload.plan.fitting import can_hold, refuse
+from hf_offload.plan.choosing import can_hold, choose, frontier
+from hf_offload.plan.explain import Category, UnitLine, categories_of, unit_lines
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
-from hf_offload.plan.holding import Held, snapshot_bytes
-from hf_offload.plan.kinds import Kind, kinds_of
-from hf_offload.plan.places import Choice
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.planner import Alternative, largest, make_problem, simple_ways
-from hf_offload.plan.problem import Problem, Solution
-from hf_offload.plan.search import uniform
+from hf_offload.plan.problem import Problem, Solution, make_problem
+from hf_offload.plan.refusal import refuse
+from hf_offload.plan.search import Alternative, largest, simple_ways, uniform
+from hf_offload.plan.state_choices import Choice
+from hf_offload.plan.state_placement import StatePlacement, snapshot_bytes
 from hf_offload.plan.timeline import Timeline
 from hf_offload.settings.memory_modes import OF_ADAPTERS
 from hf_offload.settings.schema import snapshots_held
@@ -53,8 +51,8 @@ class Forecast:
     """A plan for a workload on a machine, and its alternatives. ``refusal`` says why there is none.
 
     Attributes:
-        problem: What is left for activations by what is ``held``.
-        held: Where weights, gradients and optimizer state are.
+        problem: What is left for activations by what is ``placement``.
+        state_placement: Where weights, gradients and optimizer state are.
         counted: The step with all of them in memory, which takes ``step_s`` without any limit.
     """
 
@@ -66,15 +64,15 @@ class Forecast:
     lines: list[UnitLine]
     rows: list[Row]
     sequence_limit: int | None
-    held: Held
+    state_placement: StatePlacement
     counted: Footprint
     step_s: float
     snapshots_bytes: int = 0
 
     @property
-    def kinds(self) -> list[Kind]:
-        """What is where, by kind, under the plan."""
-        return kinds_of(self.counted, self.problem, self.held, self.solution)
+    def categories(self) -> list[Category]:
+        """What is where, by category, under the plan."""
+        return categories_of(self.counted, self.problem, self.state_placement, self.solution)
 
     @functools.cached_property
     def frontier(self) -> list[tuple[int, Choice]]:
@@ -89,7 +87,7 @@ class Forecast:
             return []
         found, step_s = [], self.solution.timeline.step_s
         in_ram, on_drive, written = (
-            sum(getattr(kind, name).get(tier, 0) for kind in self.kinds)
+            sum(getattr(category, name).get(tier, 0) for category in self.categories)
             for name, tier in (("tiers", "ram"), ("tiers", "ssd"), ("written_bytes", "ssd"))
         )
         if self.snapshots_bytes:
@@ -139,14 +137,14 @@ class Forecast:
             "hardware": dataclasses.asdict(self.hardware),
             "units": [dataclasses.asdict(line) for line in self.lines],
             "placements": None if self.solution is None else dict(self.solution.placements),
-            "held": self.held.as_dict(),
-            "kinds": [dataclasses.asdict(kind) for kind in self.kinds],
+            "state_placement": self.state_placement.as_dict(),
+            "categories": [dataclasses.asdict(category) for category in self.categories],
             "unlimited_step_s": self.step_s,
             "frontier": [
-                {"budget_bytes": budget, "held": one.held.as_dict()} | _summary(one.solution.timeline)
+                {"budget_bytes": budget, "state_placement": one.state_placement.as_dict()}
+                | _summary(one.solution.timeline)
                 for budget, one in self.frontier
             ],
-            "method": None if self.solution is None else self.solution.method,
             "refusal": self.refusal,
             "predicted": [
                 {
@@ -184,7 +182,7 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
     limit = workload.longest
     here = count_choices(workload, hardware)
     snapshots = snapshots_held(workload.settings)
-    snapshots_bytes = snapshot_bytes(here, Held(), snapshots, workload.memory_mode in OF_ADAPTERS)
+    snapshots_bytes = snapshot_bytes(here, StatePlacement(), snapshots, workload.memory_mode in OF_ADAPTERS)
     missing = snapshots_bytes - _ram_bytes(hardware, budget_bytes)
     hardware = hardware.without("ram", snapshots_bytes)
     other = _of_another_length(workload, hardware, limit)
@@ -195,16 +193,16 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
 
     in_memory = problem = problem_for(here)
     allowed = dataclasses.replace(workload.allowed, may_recompute=may_recompute)
-    held, solution, refused = Held(), None, None
+    state_placement, solution, refused = StatePlacement(), None, None
     short_of: Mapping[str, int] = {}
     used = _used_by_a_run(workload, hardware)
     choice = choose(here, used, budget_bytes, allowed)
     if choice is None:
         least, error = refuse(here, used, budget_bytes, allowed)
-        held, problem, refused = least.held, least.problem, str(error)
+        state_placement, problem, refused = least.state_placement, least.problem, str(error)
         short_of = least.problem.over(least.solution)
     else:
-        held, problem, solution = choice.held, choice.problem, choice.solution
+        state_placement, problem, solution = choice.state_placement, choice.problem, choice.solution
     if missing > 0:
         solution, short_of = None, {"ram": missing}
         refused = (
@@ -248,7 +246,7 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
         lines=[] if solution is None else unit_lines(problem, solution),
         rows=rows,
         sequence_limit=limit,
-        held=held,
+        state_placement=state_placement,
         counted=here,
         step_s=here.step_s,
         snapshots_bytes=snapshots_bytes,

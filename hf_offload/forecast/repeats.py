@@ -108,7 +108,7 @@ def count_repeats(
     units = find_units(model)
     whole: dict[str, Any] = {
         "units": {name: unit.block for name, unit in units.items()},
-        "kinds": {name: unit.kind for name, unit in units.items()},
+        "classes": {name: unit.kind for name, unit in units.items()},
         **bytes_of_weights(model, optimizer, update_in_backward=update_in_backward),
     }
     twice, once = (dataclasses.replace(one, **whole) for one in counted)

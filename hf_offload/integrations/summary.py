@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from hf_offload.engine.stats import OffloadStats, StepStats, added
-from hf_offload.planning.known import Prediction
+from hf_offload.planning.shape_plan import Prediction
 from hf_offload.session import OffloadSession
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.state.weights import Weights

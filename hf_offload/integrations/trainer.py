@@ -23,7 +23,7 @@ from hf_offload.integrations.streamed import (
     stream_prepared,
 )
 from hf_offload.integrations.summary import card_lines, has_summary, log_entries, show_summary, summary_lines
-from hf_offload.planning.known import Prediction
+from hf_offload.planning.shape_plan import Prediction
 from hf_offload.session import OffloadSession, attach
 from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig, with_checked

@@ -1,33 +1,31 @@
 """Choosing where weights, gradients and optimizer state are, and what becomes of activations in the memory that is left.
 
-A step in which all activations stay, whether they fit or not, bounds what each choice for weights and state can reach; in
-this order, those that fit are planned until none that is left can be faster.
+A step in which all activations stay, whether they fit or not, bounds what each choice for weights and state can reach. In
+this order, they are solved until none that is left can be faster.
 """
 
 import dataclasses
 import functools
 import heapq
+import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from hf_offload.plan.fitting import least_memory, may_fit, narrowest, refuse, smallest_of
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.holding import Held, moved_bytes
-from hf_offload.plan.places import Allowed, Choice, problem_of, ways
-from hf_offload.plan.plan import Placement
-from hf_offload.plan.planner import make_problem
-from hf_offload.plan.problem import Choices, Problem, Solution, smallest_budget
-from hf_offload.plan.search import find_greedy, find_prefixes, find_uniform, local_search
-from hf_offload.plan.windows import WIDTHS
+from hf_offload.plan.problem import Problem, make_problem, smallest_budget
+from hf_offload.plan.rules import WIDTHS
+from hf_offload.plan.search import can_fit, smallest, solve
+from hf_offload.plan.state_choices import Allowed, Choice, problem_of, state_placements
+from hf_offload.plan.state_placement import StatePlacement, moved_bytes
 
 _SOLVED = 4
 _SOLVED_PARTLY = 3
 """The same of places where a part of the state stays."""
-_SEARCHED = 3
-"""Of all of those, so many are searched in full: where they are about as fast as the fastest of them."""
 _GAIN = 1.05
 """What is no faster than this is not worth another place of weights and state in a run."""
+_LIKELY = 4
+"""Ways of moving weights and state that are looked at for the one that needs the least memory."""
 
 
 def choose(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> Choice | None:
@@ -38,157 +36,154 @@ def choose(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed:
     where nothing fits otherwise. Windows of gradients and state are as wide as anything fits with: no simulation knows how
     much a drive's pace changes.
     """
-    steps = [footprint.plain] if footprint.reduced is None else [footprint.plain, footprint.reduced]
+    steps = _steps(footprint)
     if hardware.repeats_elementwise and not everything_stays(footprint, hardware, budget_bytes, allowed):
         steps.reverse()
     found = (_choose_with(width, step, hardware, budget_bytes, allowed) for step in steps for width in WIDTHS)
     return next((one.named for one in found if one is not None), None)
 
 
+def _steps(footprint: Footprint) -> list[Footprint]:
+    """The step without recompute of elementwise operations, and the one with it."""
+    return [footprint.plain] if footprint.reduced is None else [footprint.plain, footprint.reduced]
+
+
 def everything_stays(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> bool:
     """Whether a step fits in which nothing is moved or recomputed."""
-    held = next((one for one in ways(footprint, hardware, allowed) if not one.moves), None)
-    if held is None:
+    placement = next((one for one in state_placements(footprint, hardware, allowed) if not one.moves), None)
+    if placement is None:
         return False
-    way = _Way(held, problem_of(footprint, hardware, budget_bytes, held, allowed))
-    return may_fit(way.problem) and way.problem.fits(way.kept)
+    problem = problem_of(footprint, hardware, budget_bytes, placement, allowed)
+    return problem.may_fit and problem.fits(problem.kept)
 
 
 def _choose_with(
     width: int, footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed
 ) -> Choice | None:
     found: list[_Way] = []
-    for held in ways(footprint, hardware, allowed, width):
-        way = _Way(held, problem_of(footprint, hardware, budget_bytes, held, allowed))
-        if not may_fit(way.problem):
+    for placement in state_placements(footprint, hardware, allowed, width):
+        way = _Way(placement, problem_of(footprint, hardware, budget_bytes, placement, allowed))
+        if not way.problem.may_fit:
             continue
-        if not held.moves and way.problem.fits(way.kept):
-            return Choice(held, way.problem, way.kept)
+        if not placement.moves and way.problem.fits(way.problem.kept):
+            return Choice(placement, way.problem, way.problem.kept)
         found.append(way)
-    best, solutions = _fastest(found)
-    if best is None:
-        return _smallest(found)
-    if allowed.now is not None and allowed.is_measured and best.held != allowed.now:
-        present, others = _fastest([way for way in found if way.held == allowed.now])
+    best = _fastest(found) or _smallest(found)
+    if best is not None and allowed.now is not None and allowed.is_measured and best.state_placement != allowed.now:
+        present = _fastest(way for way in found if way.state_placement == allowed.now)
         if present is not None and present.step_s <= _GAIN * best.step_s:
-            best, solutions = present, others
-    if not solutions:
-        return best
-    improved = local_search(best.problem, solutions, find_uniform(best.problem, best.step_s))
-    return best if improved is None else dataclasses.replace(best, solution=improved)
+            return present
+    return best
 
 
-def find_choice(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed, less: int = 0) -> Choice:
-    """As :func:`choose`, with ``less`` bytes less than the budget.
-
-    Raises :class:`~hf_offload.errors.OffloadPlanError` with the smallest budget that would do, and what would lower it.
-    """
-    choice = choose(footprint, hardware, budget_bytes - less, allowed)
-    if choice is None:
-        raise refuse(footprint, hardware, budget_bytes, allowed, less)[1]
-    return choice
-
-
+@dataclasses.dataclass(frozen=True)
 class _Way:
     """Somewhere weights and state may be, and what is left to be placed then."""
 
-    def __init__(self, held: Held, problem: Problem):
-        self.held = held
-        self.problem = problem
-
-    @functools.cached_property
-    def kept(self) -> Solution:
-        """All activations stay, whether they fit or not: no step of this way is faster."""
-        return self.problem.play(Choices(self.problem).uniform(Placement.KEEP), self.problem.windows[0], "keep")
-
-    @functools.cached_property
-    def written_bytes(self) -> int:
-        """To drives: of ways that are as fast, they wear the least."""
-        return moved_bytes(self.problem.footprint)[0].get("ssd", 0)
+    state_placement: StatePlacement
+    problem: Problem
 
     @functools.cached_property
     def least_s(self) -> float:
-        """What that step takes at least, without playing it: all compute, and all loads."""
+        """What a step takes at least, without playing it: all compute, and all loads."""
         footprint, channels = self.problem.footprint, self.problem.channels
         loads = (nbytes / channels[tier].load_bytes_per_s for tier, nbytes in moved_bytes(footprint)[1].items())
         return max([footprint.step_s, *loads])
 
+    @functools.cached_property
+    def costs(self) -> tuple[int, int]:
+        """Of ways that are as fast, one that writes less to drives comes first, and one that leaves more memory."""
+        footprint = self.problem.footprint
+        return moved_bytes(footprint)[0].get("ssd", 0), footprint.base_bytes
 
-def _fastest(found: Sequence[_Way]) -> tuple[Choice | None, Sequence[Solution]]:
-    """The fastest, and what the search for it began with: nothing where no search can find a faster one."""
+
+def _fastest(found: Iterable[_Way]) -> Choice | None:
     best: Choice | None = None
-    tried: list[Choice] = []  # at a first look
     left = {False: _SOLVED, True: _SOLVED_PARTLY}
     for way in _by_time(found):
-        kept_s = way.kept.timeline.step_s
-        if best is not None and (not any(left.values()) or kept_s >= best.step_s):
+        problem, part_stays = way.problem, bool(way.state_placement.staying)
+        if best is not None and problem.kept.timeline.step_s >= best.step_s:
             break
-        part_stays = bool(way.held.staying)
-        if best is not None and not left[part_stays]:
-            continue
-        if way.problem.fits(way.kept):
-            if best is None or way.kept.timeline.step_s < best.step_s:
-                best = Choice(way.held, way.problem, way.kept)
-            continue
-        if not any(True for _ in narrowest(way.problem)):
-            continue
-        prefixes = find_prefixes(way.problem)
-        if prefixes:
-            left[part_stays] -= 1
-            tried.append(Choice(way.held, way.problem, prefixes[0].solution))
-            best = tried[-1] if best is None or tried[-1].step_s < best.step_s else best
-    if best is not None and all(best is not one for one in tried):
-        return _sparing(found, best), ()
-    solutions: Sequence[Solution] = ()
-    for one in sorted(tried, key=lambda one: one.step_s)[:_SEARCHED]:
-        assert best is not None
-        if one.step_s > _GAIN * best.step_s:
-            break
-        some = find_greedy(one.problem)
-        fastest = min(some, key=lambda each: each.objective, default=one.solution)
-        if not solutions or fastest.timeline.step_s < best.step_s:
-            best, solutions = dataclasses.replace(one, solution=fastest), some
-    return best, solutions
-
-
-def _by_time(found: Sequence[_Way]) -> Iterator[_Way]:
-    """From the fastest step in which all activations stay to the slowest; of equals, first what leaves most memory."""
-    # Played are those alone whose turn it is.
-    coming = [(way.least_s, way.problem.footprint.base_bytes, number, False) for number, way in enumerate(found)]
-    heapq.heapify(coming)
-    while coming:
-        least_s, base_bytes, number, is_played = heapq.heappop(coming)
-        way = found[number]
-        if is_played:
-            yield way
-        else:
-            kept_s = max(least_s, round(way.kept.timeline.step_s, 4))
-            heapq.heappush(coming, (kept_s, base_bytes, number, True))
-
-
-def _sparing(found: Sequence[_Way], fastest: Choice) -> Choice:
-    """Of all ways in which activations stay, and which are as fast, the one that wears the drive the least."""
-    written_bytes = moved_bytes(fastest.problem.footprint)[0].get("ssd", 0)
-    for way in sorted(found, key=lambda one: one.written_bytes):
-        if way.written_bytes >= written_bytes:
-            break
-        may_be = way.least_s <= fastest.step_s
-        if may_be and way.kept.timeline.step_s <= fastest.step_s and way.problem.fits(way.kept):
-            return Choice(way.held, way.problem, way.kept)
-    return fastest
+        if problem.fits(problem.kept):
+            return Choice(way.state_placement, problem, problem.kept)
+        if left[part_stays]:
+            solution = solve(problem) if best is None else solve(problem, best.step_s)
+            left[part_stays] -= solution is not None
+            if solution is not None and (best is None or solution.timeline.step_s < best.step_s):
+                best = Choice(way.state_placement, problem, solution)
+    return best
 
 
 def _smallest(found: Sequence[_Way]) -> Choice | None:
-    if not found:
+    """Of the way that takes the least, what needs the least memory, if that fits."""
+    way = min(found, key=lambda one: one.problem.least_bytes, default=None)
+    if way is None:
         return None
-    fitting = (one for one in smallest_of([(way.held, way.problem) for way in found]) if one.problem.fits(one.solution))
-    return next(fitting, None)
+    solution = smallest(way.problem)
+    return Choice(way.state_placement, way.problem, solution) if way.problem.fits(solution) else None
+
+
+def _by_time(found: Iterable[_Way]) -> Iterator[_Way]:
+    """From the fastest step in which all activations stay to the slowest."""
+    # Played are those alone whose turn it is.
+    coming = [(way.least_s, way.costs, number, False, way) for number, way in enumerate(found)]
+    heapq.heapify(coming)
+    while coming:
+        least_s, costs, number, is_played, way = heapq.heappop(coming)
+        if is_played:
+            yield way
+        else:
+            kept_s = max(least_s, round(way.problem.kept.timeline.step_s, 4))
+            heapq.heappush(coming, (kept_s, costs, number, True, way))
+
+
+def least_memory(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> Choice:
+    """What needs the least memory, however slow."""
+    found: list[Choice] = []
+    for step in _steps(footprint):
+        each = [
+            (placement, problem_of(step, hardware, budget_bytes, placement, allowed))
+            for placement in state_placements(step, hardware, allowed)
+        ]
+        roomy = [one for one in each if min(one[1].room_bytes.values(), default=0) >= 0] or each
+        likely = sorted(roomy, key=lambda one: one[1].least_bytes)
+        moving = itertools.islice((one for one in likely if one[0].moves), _LIKELY)
+        in_memory = (one for one in likely if not one[0].moves)
+        found += (Choice(placement, problem, smallest(problem)) for placement, problem in (*moving, *in_memory))
+
+    def size(one: Choice) -> tuple[bool, int]:
+        return not one.problem.has_room(one.solution), one.solution.timeline.must_fit_bytes
+
+    return min(found, key=size).named
+
+
+def can_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> bool:
+    """Whether anything fits."""
+    return any(_can_hold(step, hardware, budget_bytes, allowed) for step in _steps(footprint))
+
+
+def _can_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> bool:
+    problems = (
+        problem_of(footprint, hardware, budget_bytes, placement, allowed)
+        for placement in state_placements(footprint, hardware, allowed)
+    )
+    possible = (one for one in problems if one.may_fit)
+    first = next(possible, None)
+    if first is None:
+        return False
+    # Mostly the first one does, and no other place has to be looked at.
+    return can_fit(first) or can_fit(min((first, *possible), key=lambda one: one.least_bytes))
+
+
+def may_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> bool:
+    """Whether anything could fit if less were saved."""
+    placement = state_placements(footprint, hardware, allowed)
+    return any(problem_of(footprint, hardware, budget_bytes, one, allowed).may_fit for one in placement)
 
 
 def frontier(footprint: Footprint, hardware: Hardware, allowed: Allowed, points: int) -> list[tuple[int, Choice]]:
     """Budgets from the smallest that does to the one that keeps everything in memory, and what is chosen for each."""
-    kept = make_problem(footprint, hardware, sys.maxsize)
-    everything = kept.play(Choices(kept).uniform(Placement.KEEP), kept.windows[0], "keep").timeline.must_fit_bytes
+    everything = make_problem(footprint, hardware, sys.maxsize).kept.timeline.must_fit_bytes
     most = least = smallest_budget(everything)
     for _ in range(2):  # what is on its way takes a part of the budget
         least = smallest_budget(least_memory(footprint, hardware, least, allowed).solution.timeline.must_fit_bytes)

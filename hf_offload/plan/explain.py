@@ -1,12 +1,13 @@
-"""A plan in words: one line per unit, equal blocks together, each with its reason."""
+"""A plan in words: what happens to each unit, equal blocks together, and what is where of each category of bytes."""
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.problem import Problem, Solution
+from hf_offload.plan.state_placement import ACTIVATIONS, GRADIENTS, STATE, WEIGHTS, StatePlacement, least_weights
 from hf_offload.settings.sizes import format_bytes, format_seconds
 
 _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
@@ -47,7 +48,7 @@ def unit_lines(problem: Problem, solution: Solution) -> list[UnitLine]:
     for unit in footprint.units:
         placement = solution.placements[unit]
         # Equal blocks differ by a few bytes (the first one may save its input) and by the clock.
-        alike = (_NUMBER.sub(".*", unit), footprint.kinds[unit], placement, _few_digits(footprint.saved_bytes[unit]))
+        alike = (_NUMBER.sub(".*", unit), footprint.classes[unit], placement, _few_digits(footprint.saved_bytes[unit]))
         groups.setdefault(alike, []).append(unit)
     lines = []
     for units in groups.values():
@@ -55,7 +56,7 @@ def unit_lines(problem: Problem, solution: Solution) -> list[UnitLine]:
         lines.append(
             UnitLine(
                 name=_joined(units),
-                kind=footprint.kinds[first],
+                kind=footprint.classes[first],
                 count=len(units),
                 saved_bytes=footprint.saved_bytes[first],
                 working_bytes=max(footprint.working_bytes[unit] for unit in units),
@@ -136,3 +137,80 @@ def _time_between(footprint: Footprint, unit: str) -> float:
     mine = [one for one in footprint.saved if one.unit == unit]
     begin, end = min(one.packed for one in mine), min(one.needed for one in mine)
     return sum(segment.seconds for segment in footprint.segments[begin:end])
+
+
+@dataclasses.dataclass(frozen=True)
+class Category:
+    """One category of bytes under a plan.
+
+    Attributes:
+        name: Weights, gradients, optimizer state or activations.
+        total_bytes: All of it, as a run that moves nothing has it in memory.
+        memory_bytes: How much of it stays in memory; of activations, what is kept.
+        tiers: Tier -> the most that lies there.
+        written_bytes, read_bytes: Tier -> bytes a step.
+    """
+
+    name: str
+    total_bytes: int
+    memory_bytes: int
+    tiers: Mapping[str, int]
+    written_bytes: Mapping[str, int]
+    read_bytes: Mapping[str, int]
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words."""
+        places = ["memory"] if self.memory_bytes or not self.tiers else []
+        return ", ".join([*places, *(tier for tier, nbytes in self.tiers.items() if nbytes)])
+
+
+def categories_of(
+    counted: Footprint, problem: Problem, placement: StatePlacement, solution: Solution | None
+) -> list[Category]:
+    """All categories. ``counted`` is the step with everything in memory, ``problem`` what ``placement`` leaves of it."""
+    every = counted.weights.values()
+    weights = counted.base_bytes - counted.state_bytes - counted.buffer_bytes
+    large = sum(one.weight_bytes for one in every)
+    leaving = [
+        one for unit, one in counted.weights.items() if placement.state is not None and unit not in placement.staying
+    ]
+    state, trained = (sum(getattr(one, name) for one in leaving) for name in ("state_bytes", "trained_bytes"))
+    staying = (
+        min(large, max(placement.weights_bytes, least_weights(counted))) if placement.weights is not None else large
+    )
+    gradients = counted.gradient_bytes
+    left = 0 if placement.keeps_gradients else min(gradients, trained)
+    found = [
+        _category(problem, WEIGHTS, weights, weights - large + staying, placement.weights, large),
+        _category(
+            problem,
+            GRADIENTS,
+            gradients,
+            gradients - left,
+            placement.state if placement.moves_gradients else None,
+            trained,
+        ),
+        _category(problem, STATE, counted.state_bytes, counted.state_bytes - state, placement.state, state),
+    ]
+    if solution is not None:
+        now_saved = problem.footprint.saved_bytes
+        saved = now_saved if problem.footprint.usual is None else problem.footprint.usual.saved_bytes
+        kept = sum(
+            now_saved[unit] for unit, one in solution.placements.items() if one.tier is None and not one.recomputes
+        )
+        moved = dict(solution.timeline.tier_bytes)
+        found.append(Category(ACTIVATIONS, sum(saved.values()), kept, moved, moved, moved))
+    return found
+
+
+def _category(problem: Problem, name: str, total: int, memory: int, tier: str | None, nbytes: int) -> Category:
+    transfers = [one for one in problem.footprint.transfers if one.kind == name]
+    moved = [
+        {
+            one.tier: sum(each.nbytes for each in transfers if each.loads == loads and each.tier == one.tier)
+            for one in transfers
+        }
+        for loads in (False, True)
+    ]
+    return Category(name, total, memory, {} if tier is None else {tier: nbytes}, *moved)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from hf_offload.plan.columns import Column, SavedColumns, SegmentColumns
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
@@ -52,41 +54,6 @@ class Saved:
     gone: int
     needed: int
     released: int
-
-
-Column = np.ndarray[tuple[int], np.dtype[np.int64]]
-Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SavedColumns:
-    """:class:`Saved` of a whole step, an array for each field. A unit is its place among the footprint's."""
-
-    unit: Column
-    nbytes: Column
-    packed: Column
-    gone: Column
-    needed: Column
-    released: Column
-
-    def where(self, mask: Mask) -> "SavedColumns":
-        """The rows for which ``mask`` holds."""
-        return SavedColumns(*(getattr(self, field)[mask] for field in self.__slots__))
-
-    def and_then(self, others: "SavedColumns") -> "SavedColumns":
-        """These rows, and ``others`` after them."""
-        return SavedColumns(
-            *(np.concatenate([getattr(one, field) for one in (self, others)]) for field in self.__slots__)
-        )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SegmentColumns:
-    """Of all segments: when each begins, in seconds of compute alone, and the end of the last; and its bytes."""
-
-    begins_s: list[float]
-    live_bytes: Column
-    measured_bytes: Column
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +125,7 @@ class Footprint:
         saved: What could be moved, in the order in which it was saved.
         blocks: The repeated blocks in order.
         units: Unit -> the block it lies in, or None.
-        kinds: Unit -> the class of its module.
+        classes: Unit -> the class of its module.
         parameters: How many weights the model has.
         base_bytes: Weights, buffers and optimizer state, there all the time, and ``buffer_bytes``.
         gradient_bytes: Gradients at the end of backward (a part of ``live_bytes`` there).
@@ -183,7 +150,7 @@ class Footprint:
         transfers: Of weights, gradients and state that are on tiers, in the order of their segments.
         transfer_windows: Kind of transfers -> how many bytes of it may be on their way, half of them each way.
         transfer_spares: Kind -> how much of its window may be buffers that nothing uses, kept for the next of their size.
-        passing_bytes: How much of ``base_bytes`` is for what is on its way: at most moments less of it is used.
+        in_flight_bytes: How much of ``base_bytes`` is for what is on its way: at most moments less of it is used.
         idle: Segments, as half-open ranges, in which so many of these bytes cannot be used, however slow a tier is.
         elementwise: The same step with all blocks recomputing their elementwise operations; None where that cannot be chosen.
         usual: Of such a step (:attr:`reduced`), the one without; None for others.
@@ -195,7 +162,7 @@ class Footprint:
     saved: tuple[Saved, ...]
     blocks: tuple[BlockSpan, ...]
     units: Mapping[str, str | None]
-    kinds: Mapping[str, str]
+    classes: Mapping[str, str]
     parameters: int
     base_bytes: int
     gradient_bytes: int
@@ -217,7 +184,7 @@ class Footprint:
     transfers: tuple[Transfer, ...] = ()
     transfer_windows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     transfer_spares: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    passing_bytes: int = 0
+    in_flight_bytes: int = 0
     idle: tuple[tuple[int, int, int], ...] = ()
     elementwise: "Footprint | None" = None
     usual: "Footprint | None" = None
@@ -283,7 +250,7 @@ class Footprint:
 
     @functools.cached_property
     def idle_bytes(self) -> Column:
-        """Segment -> how much of ``passing_bytes`` cannot be used in it."""
+        """Segment -> how much of ``in_flight_bytes`` cannot be used in it."""
         changes = np.zeros(len(self.segments) + 1, np.int64)
         for begin, end, nbytes in self.idle:
             changes[begin] += nbytes
@@ -294,6 +261,12 @@ class Footprint:
     def least_live_bytes(self) -> Column:
         """Segment -> its live bytes, were all blocks recomputed that can be, less what is idle of ``base_bytes``."""
         return self.segment_columns.live_bytes - self.dropped_bytes(self.recomputable) - self.idle_bytes
+
+    @functools.cached_property
+    def most_in_blocks(self) -> int:
+        """Most live bytes in any block, also while the step is measured."""
+        inside = (segment for segment in self.segments if self.units[segment.unit] is not None)
+        return max((segment.live_bytes + segment.measured_bytes for segment in inside), default=0)
 
     @functools.cached_property
     def uses(self) -> dict[str, Uses]:
@@ -352,7 +325,7 @@ class Footprint:
 
     def saves_like(self, other: "Footprint") -> None:
         """``other`` has the same saved bytes, units and blocks: what is known of them there need not be found again."""
-        for name in ("saved_columns", "saved_bytes", "recomputable", "released_last", "staying_bytes"):
+        for name in ("saved_columns", "saved_bytes", "recomputable", "released_last"):
             self.__dict__[name] = getattr(other, name)
         if self.segments is other.segments:
             self.computes_like(other)
@@ -364,12 +337,7 @@ class Footprint:
 
     @functools.cached_property
     def parts_held(self) -> dict[Any, Any]:
-        """What :func:`~hf_offload.plan.holding.hold` has found out about it, for places that come again."""
-        return {}
-
-    @functools.cached_property
-    def staying_bytes(self) -> dict[tuple[tuple[str, ...], int], Column]:
-        """What :mod:`~hf_offload.plan.bounds` has found out about it, for orders of units that come again."""
+        """What :func:`~hf_offload.plan.state_transfers.place_state` has found out about it, for places that come again."""
         return {}
 
     @functools.cached_property

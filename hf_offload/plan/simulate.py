@@ -10,13 +10,12 @@ import dataclasses
 from collections.abc import Mapping
 
 from hf_offload.plan import rules
-from hf_offload.plan.course import GONE, NEEDED, PACKED, RELEASED, TRANSFERRED, Item, course_of
 from hf_offload.plan.footprint import BlockSpan, Footprint, Transfer
-from hf_offload.plan.holding import ACTIVATIONS
+from hf_offload.plan.links import Stores, Transfers
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.stores import Stores
+from hf_offload.plan.schedule import GONE, NEEDED, PACKED, RELEASED, TRANSFERRED, Item, schedule_of
+from hf_offload.plan.state_placement import ACTIVATIONS
 from hf_offload.plan.timeline import Channel, Interval, MemoryUse, Timeline, Windows
-from hf_offload.plan.transfers import Transfers
 
 
 def simulate(
@@ -64,7 +63,7 @@ class _Player:
         self._late_s = 0.0  # all that compute has waited, and recomputed
         self._begins_s = footprint.segment_columns.begins_s
         self._ledger = rules.Ledger()  # of what moves
-        self._stores: Stores[Item] = Stores(channels)
+        self._stores: Stores = Stores(channels)
         self._load_free = dict.fromkeys(channels, 0.0)
         self._busy_s = {tier: channel.busy_s.get(ACTIVATIONS, 0.0) for tier, channel in channels.items()}
         self._resident = 0  # of what moves
@@ -80,14 +79,10 @@ class _Player:
         self._memory: list[MemoryUse] = []
         self._intervals: list[Interval] = []
         self._seen: list[frozenset[int]] = []
-        self._course = course = course_of(footprint, placements)
-        self._consumed_limit = rules.consumed_bytes(windows.read_ahead_bytes, course.largest_bytes)
+        self._schedule = schedule = schedule_of(footprint, placements)
+        self._consumed_limit = rules.consumed_bytes(windows.read_ahead_bytes, schedule.largest_bytes)
         self._consumed: list[Item] = []
-        # What backward never asks for comes last, from the end.
-        order = sorted(
-            course.items,
-            key=lambda item: (item.needed, 0) if item.is_asked_for else (len(footprint.segments), -item.number),
-        )
+        order = schedule.in_order()
         # What backward asks for first does not leave: the engine knows it from the step before.
         staying = rules.staying((item.nbytes for item in order), windows.read_ahead_bytes)
         for item in order[:staying]:
@@ -99,11 +94,11 @@ class _Player:
         )
 
     def play(self) -> Timeline:
-        footprint, course = self._footprint, self._course
-        items, transfers = course.items, footprint.transfers
+        footprint, schedule = self._footprint, self._schedule
+        items, transfers = schedule.items, footprint.transfers
         index = 0
         self._transfers.read_ahead(self._now)
-        for segment, kind, number in course.events:
+        for segment, kind, number in schedule.events:
             if number < 0 and kind == NEEDED and self._in_backward and self._next == len(self._order):
                 continue  # what stays is needed, and nothing is left to be read ahead
             if segment != index:
@@ -120,17 +115,15 @@ class _Player:
             elif kind == TRANSFERRED:
                 self._transfer(transfers[number])
             else:
-                self._recompute_block(course.recomputed[index], index)
+                self._recompute_block(schedule.recomputed[index], index)
         self._compute(index, len(footprint.segments))
         gradients = footprint.gradient_bytes
-        alone = self._alone_bytes(-1) + int(footprint.idle_bytes[-1])
+        alone = schedule.alone_bytes[-1] + int(footprint.idle_bytes[-1])
         self._note("the optimizer", gradients + footprint.optimizer_step_bytes, alone, gradients)
         self._spend("compute", "the optimizer", footprint.optimizer_step_s)
         if footprint.skipped_blocks:
             # Such a block needs as much as the others, in addition to all that may be in memory then.
-            in_blocks = (segment for segment in footprint.segments if footprint.units[segment.unit] is not None)
-            live = max((segment.live_bytes + segment.measured_bytes for segment in in_blocks), default=0)
-            self._must_fit = max(self._must_fit, footprint.base_bytes + live + self._most_held)
+            self._must_fit = max(self._must_fit, footprint.base_bytes + footprint.most_in_blocks + self._most_held)
         return Timeline(
             step_s=self._now,
             peak_bytes=self._peak,
@@ -149,7 +142,7 @@ class _Player:
 
     def _compute(self, begin: int, end: int) -> None:
         """Segments from ``begin`` up to ``end`` run. Nothing happens in between but that stores end."""
-        course, begins_s, leaving = self._course, self._begins_s, self._stores.leaving
+        schedule, begins_s, leaving = self._schedule, self._begins_s, self._stores.leaving
         while begin < end:
             if leaving and leaving[0].leaves_s <= self._now:
                 self._settle()
@@ -159,19 +152,19 @@ class _Player:
             elif leaving:
                 until = bisect.bisect_left(begins_s, leaving[0].leaves_s - self._late_s, begin + 1, end)
             if until == begin + 1:
-                memory, measured = course.memory_bytes[begin], course.measured_bytes[begin]
-                held = course.held_bytes[begin]
+                memory, measured = schedule.memory_bytes[begin], schedule.measured_bytes[begin]
+                held = schedule.held_bytes[begin]
             else:
-                memory, measured = max(course.memory_bytes[begin:until]), max(course.measured_bytes[begin:until])
-                held = max(course.held_bytes[begin:until])
+                memory, measured = max(schedule.memory_bytes[begin:until]), max(schedule.measured_bytes[begin:until])
+                held = max(schedule.held_bytes[begin:until])
             held += self._ledger.resident_bytes
             if held > self._most_held:
                 self._most_held = held
             # Most segments are no peak, even with all that may wait to be written on top.
             more = self._resident + self._windows.write_behind_bytes
             if self._details or memory + self._resident > self._peak or measured + more > self._must_fit:
-                most = begin if until == begin + 1 else course.memory_bytes.index(memory, begin, until)
-                segment, alone = self._footprint.segments[most], self._alone_bytes(most)
+                most = begin if until == begin + 1 else schedule.memory_bytes.index(memory, begin, until)
+                segment, alone = self._footprint.segments[most], schedule.alone_bytes[most]
                 self._note(segment.unit, segment.live_bytes, alone, segment.gradient_bytes, measured)
             if self._details:
                 self._seen.append(self._held_in(begin))
@@ -182,9 +175,9 @@ class _Player:
 
     def _held_in(self, index: int) -> frozenset[int]:
         """The numbers of what the engine holds in a segment."""
-        course, saved = self._course, self._footprint.saved
-        moving = (item.number for item in course.items if item.held and item.number >= 0)
-        staying = (number for number in course.staying if saved[number].packed <= index < saved[number].released)
+        schedule, saved = self._schedule, self._footprint.saved
+        moving = (item.number for item in schedule.items if item.held and item.number >= 0)
+        staying = (number for number in schedule.staying if saved[number].packed <= index < saved[number].released)
         return frozenset((*moving, *staying))
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -250,7 +243,7 @@ class _Player:
             stalled = min(self._left_bytes, max(0, self._windows.write_behind_bytes - self._ledger.leaving_bytes))
         self._must_fit = max(self._must_fit, max(others, measured_bytes) + self._resident + stalled)
         if self._details:
-            moving = sum(item.nbytes for item in self._course.items if item.resident and not item.stays)
+            moving = sum(item.nbytes for item in self._schedule.items if item.resident and not item.stays)
             kept = max(0, alone_bytes + self._resident - moving)
             self._memory.append(MemoryUse(self._now, memory, gradient_bytes, kept, moving))
 
@@ -322,7 +315,7 @@ class _Player:
         share = channel.shared if self._stores.free_s(item.tier) > begin else 1.0
         item.arrives_s = begin + item.nbytes / (channel.load_bytes_per_s * share)
         self._load_free[item.tier] = item.arrives_s
-        self._hold(item, self._course.held_bytes[index])
+        self._hold(item, self._schedule.held_bytes[index])
         self._ledger.want(item)
         self._hold_alone(item)
         if self._details:
@@ -339,7 +332,7 @@ class _Player:
         if leaving and leaving[0].leaves_s <= self._now:
             self._settle()
         # Whatever is packed in this segment is packed by now.
-        held = self._course.held_bytes[index] + self._ledger.resident_bytes
+        held = self._schedule.held_bytes[index] + self._ledger.resident_bytes
         if held > self._most_held:
             self._most_held = held
         if item is not None:
@@ -405,18 +398,12 @@ class _Player:
         """The block's forward runs again: its own memory comes on top of what is alive when its backward begins."""
         seconds, nbytes = self._footprint.recompute_costs[span.name]
         segment = self._footprint.segments[index]
-        alone = self._course.alone_before[index]
+        alone = self._schedule.alone_before[index]
         # What is small comes back as a part of the block's own memory.
-        live_bytes = segment.live_bytes - self._course.dropped_bytes[index] - span.small_bytes + nbytes
+        live_bytes = segment.live_bytes - self._schedule.dropped_bytes[index] - span.small_bytes + nbytes
         self._note(span.name, live_bytes, alone, segment.gradient_bytes)
         self._spend("recompute", span.name, seconds)
         self._recompute += seconds
-
-    def _alone_bytes(self, index: int) -> int:
-        """Of what stays, saved bytes that nothing else holds in a segment, less what is idle there of ``base_bytes``."""
-        return (
-            self._course.memory_bytes[index] - self._footprint.base_bytes - self._footprint.segments[index].live_bytes
-        )
 
 
 class _LikelyPlayer(_Player):
@@ -424,6 +411,6 @@ class _LikelyPlayer(_Player):
 
     def _note(self, unit: str, live_bytes: int, alone_bytes: int, gradient_bytes: int, measured_bytes: int = 0) -> None:
         # Neither a peak nor what must fit is noted: what is below both may be more than was likely before.
-        others = self._footprint.base_bytes - self._footprint.passing_bytes + live_bytes + alone_bytes
-        passing = self._transfers.passing_bytes(self._now) if self._footprint.passing_bytes else 0
-        self.likely_bytes = max(self.likely_bytes, others + self._resident + passing)
+        others = self._footprint.base_bytes - self._footprint.in_flight_bytes + live_bytes + alone_bytes
+        in_flight = self._transfers.in_flight_bytes(self._now) if self._footprint.in_flight_bytes else 0
+        self.likely_bytes = max(self.likely_bytes, others + self._resident + in_flight)

@@ -16,12 +16,11 @@ from hf_offload.interrupts import signals_deferred
 from hf_offload.plan.hardware import BUDGET_SHARE
 from hf_offload.plan.plan import Plan
 from hf_offload.planning.decisions import Decisions
-from hf_offload.planning.elementwise import Elementwise
 from hf_offload.planning.feedback import Feedback
-from hf_offload.planning.known import Known
 from hf_offload.planning.model_state import ModelState
-from hf_offload.planning.overhead import Overhead
 from hf_offload.planning.ranks import hardware_of_all
+from hf_offload.planning.shape_plan import ShapePlan
+from hf_offload.planning.step_time import Overhead
 from hf_offload.ranks import Ranks
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.transforms.rematerialization.apply import ElementwiseBlocks
@@ -76,14 +75,12 @@ class AutomaticPlan:
             overhead=overhead,
             on_infeasible=on_infeasible,
             ranks=ranks,
-            elementwise=Elementwise(
-                safest, lambda: elementwise is not None and all(ranks.gather(elementwise.possible))
-            ),
+            may_reduce=lambda: elementwise is not None and all(ranks.gather(elementwise.possible)),
         )
         self._feedback = Feedback(model, self._decisions, engine, model_state, overhead, ranks)
 
     @property
-    def known(self) -> Known | None:
+    def planned(self) -> ShapePlan | None:
         """The current plan and the measured step that it was made of; None before the first one."""
         return self._decisions.planned
 

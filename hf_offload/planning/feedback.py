@@ -1,28 +1,29 @@
 """What happens in a running training, of which plans are made: its forwards and steps, some of which are measured."""
 
 import logging
+import sys
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from hf_offload.errors import OffloadPlanError
+from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.interrupts import signals_deferred
-from hf_offload.planning.correcting import say
-from hf_offload.planning.decisions import Decisions, Played
-from hf_offload.planning.excess import Excess
+from hf_offload.planning.batch_shape import shape_of, tensors_in
+from hf_offload.planning.decisions import Decisions
 from hf_offload.planning.measuring import StepMeter
 from hf_offload.planning.model_state import ModelState
-from hf_offload.planning.observed import ObservedEngine, OneForward
 from hf_offload.planning.optimizer_state import OptimizerState
-from hf_offload.planning.overhead import Overhead
-from hf_offload.planning.pace import StepClock
-from hf_offload.planning.situation import situation_of, tensors_in
+from hf_offload.planning.plan_maker import MicroBatch
+from hf_offload.planning.shape_plan import say
+from hf_offload.planning.shapes import OverBudget
+from hf_offload.planning.step_time import ObservedEngine, Overhead, StepClock
 from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes
 
-_MOST_PLAYED = 1024
+_MOST_MICRO_BATCHES = 1024
 
 
 class Feedback:
@@ -54,9 +55,9 @@ class Feedback:
         self._meter: StepMeter | None = None
         self._evaluating: StepMeter | None = None
         self._evaluated_elements = 0
-        self._excess = Excess(decisions.budget_bytes)
+        self._over_budget = OverBudget(decisions.budget_bytes)
         self._forward = OneForward()
-        self._played: list[Played] = []  # of the running step
+        self._micro_batches: list[MicroBatch] = []  # of the running step
         self._clock = StepClock(overhead.seconds)
         self._state = OptimizerState(model, self._clock.mark_end)
         self.most_measured_bytes: int | None = None
@@ -80,32 +81,32 @@ class Feedback:
         if self._meter is not None and self._meter.is_over:
             self.end_step()  # the end of the last step was not reported
         if self._clock.start():
-            self._played = []
+            self._micro_batches = []
         model = self._model()
         assert model is not None, "a forward has a model"
-        situation = situation_of(model, args, kwargs)
-        if self._played and self._engine.awaits_backward:
-            situation = self._played[-1].situation.joined(situation)
-        situation = self._ranks.largest(situation, lambda one: one.elements)
+        shape = shape_of(model, args, kwargs)
+        if self._micro_batches and self._engine.awaits_backward:
+            shape = self._micro_batches[-1].shape.joined(shape)
+        shape = self._ranks.largest(shape, lambda one: one.elements)
         with signals_deferred:  # a micro-batch that has begun without its meter would be taken for measured
-            is_next = len(situation.forwards) == 1 or not self._played
+            is_next = len(shape.forwards) == 1 or not self._micro_batches
             if is_next:
-                del self._played[:-_MOST_PLAYED]  # where no step is ever said to end
-                self._played.append(self._decisions.begin(situation, self._state.nbytes()))
+                del self._micro_batches[:-_MOST_MICRO_BATCHES]  # where no step is ever said to end
+                self._micro_batches.append(self._decisions.begin(shape, self._state.nbytes()))
             else:
-                self._decisions.go_on(self._played[-1], situation)
-            played = self._played[-1]
+                self._decisions.go_on(self._micro_batches[-1], shape)
+            micro_batch = self._micro_batches[-1]
             if self._decisions.is_unplanned():
                 self._stop_measuring()
                 return
             # Several processes measure the same steps, whatever is on their stacks.
             if self._meter is None and not self._ranks.connected and not StepMeter.can_begin():
-                played.is_measured = False  # another step will do
-            if self._meter is None and played.is_measured:
+                micro_batch.is_measured = False  # another step will do
+            if self._meter is None and micro_batch.is_measured:
                 self._engine.observer = self._meter = self._begin_measuring(model)
             if self._meter is not None:
                 self._meter.begin_forward(tensors_in((args, dict(kwargs))), is_next)
-                played.metered = self._meter.micro_batches - 1
+                micro_batch.metered = self._meter.micro_batches - 1
 
     def end_forward(self) -> None:
         """A forward has ended in this thread."""
@@ -175,29 +176,29 @@ class Feedback:
             return
         peaks = self._peaks(meter)
         measured = [
-            (one, one.known, peaks[one.metered])
-            for one in self._played
+            (one, one.plan, peaks[one.metered])
+            for one in self._micro_batches
             if one.metered is not None and one.metered < len(peaks)
         ]
         self._model_state.let_few_stay(False)
         try:
-            self._decisions.after_step(self._played, meter, times)
+            self._decisions.after_step(self._micro_batches, meter, times)
         except OffloadPlanError as error:
-            raise self._excess.refusal(error, max(peaks, default=0)) from None
+            raise self._over_budget.refusal(error, max(peaks, default=0)) from None
         finally:
             self._overhead.begin_step()
         if self._decisions.is_unplanned():
             return
         # What the decisions have not said themselves.
-        within = [one for one in measured if one[0].known is None or not one[0].known.exceeds]
-        for message in self._excess.of_step((played.situation, known, peak) for played, known, peak in within):
+        within = [one for one in measured if one[0].plan is None or not one[0].plan.exceeds]
+        for message in self._over_budget.of_step((micro_batch.shape, plan, peak) for micro_batch, plan, peak in within):
             say(self._ranks, logging.WARNING, "%s", message)
 
     def _give_step_up(self) -> None:
         """A forward or backward was broken off, by an error or by Ctrl-C: how much such a micro-batch needs, and how long it
         takes, is not known. What comes next is a step by itself, whether it is the same one again or another.
         """
-        self._played = []
+        self._micro_batches = []
         self._peaks(self._stop_measuring())
         self._clock.stop()
         self._model_state.let_few_stay(False)
@@ -235,12 +236,52 @@ class Feedback:
         )
         found = [tuple(zip(*each, strict=True)) for each in zip(*self._ranks.gather(own), strict=True)]
         peaks = [max(taken) for taken, _ in found]
-        measured = {one.metered for one in self._played if one.known is None and one.is_measured}
+        measured = {one.metered for one in self._micro_batches if one.plan is None and one.is_measured}
         evaluated = {one for one, (_, has_backward) in enumerate(found) if one in measured and not any(has_backward)}
-        self._played = [one for one in self._played if one.metered not in evaluated]
+        self._micro_batches = [one for one in self._micro_batches if one.metered not in evaluated]
         for number, peak in enumerate(peaks):
             if number in evaluated:
                 self._note_evaluation(peak)
             else:
                 self.most_measured_bytes = max(self.most_measured_bytes or 0, peak)
         return peaks
+
+
+class OneForward:
+    """Tells a forward that begins while another thread runs one, and one that was broken off: by an error, or by Ctrl-C."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None  # in which one has begun
+        self._handled = 0  # id of the error that this thread was handling then
+        self._is_broken_off = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether one runs now."""
+        return self._thread is not None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether one runs in another thread now."""
+        thread = self._thread
+        return thread is not None and thread is not threading.current_thread() and thread.is_alive()
+
+    def refusal(self) -> OffloadConfigError:
+        """What is said of another one meanwhile, under a plan that cannot have both."""
+        return OffloadConfigError(
+            f"tier='auto' plans for one forward at a time, and {threading.current_thread().name} has begun one while "
+            "another thread runs one: set tier='ram' or tier='ssd' where several threads train a model at once."
+        )
+
+    def begin(self) -> bool:
+        """A forward begins in this thread. Returns whether the one before it was broken off."""
+        this = threading.current_thread()
+        is_broken_off = self._is_broken_off or self._thread is not None
+        self._thread, self._handled, self._is_broken_off = this, id(sys.exception()), False
+        return is_broken_off
+
+    def end(self) -> None:
+        """A forward has ended in this thread, maybe by an error, which is being handled then."""
+        if self._thread is threading.current_thread():
+            self._thread = None
+            self._is_broken_off = id(sys.exception()) != self._handled

@@ -1,11 +1,9 @@
 """Measuring a footprint: one real training step, observed while the engine offloads."""
 
 import dataclasses
-import itertools
 import time
-import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Container, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,35 +15,11 @@ from hf_offload.checkpointing import in_recompute
 from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment
 from hf_offload.planning.optimizer_state import is_elsewhere, missing_state, state_of
 from hf_offload.planning.recorder import StepRecorder
+from hf_offload.planning.saved_times import ObservedRecord, SavedTimes, SmallSaved
 from hf_offload.state.gradients import has_gradient
 from hf_offload.state.registry import observers, parked_of
 from hf_offload.state.weights import weights_of
 from hf_offload.tensors import nbytes_of, parameter_count
-
-# Share of the saved bytes up to which it may be that another backward needs them again, and is not looked at.
-_AGAIN = 0.02
-
-
-class ObservedRecord(Protocol):
-    """What the engine shows of a record. ``buffer`` is None when it holds no memory."""
-
-    unit: str
-    nbytes: int
-    buffer: torch.Tensor | None
-    storage_ref: "weakref.ref[torch.UntypedStorage]"
-
-
-@dataclasses.dataclass(slots=True)
-class _Times:
-    unit: str
-    nbytes: int
-    packed: int
-    needed: int | None = None
-    released: int | None = None  # when autograd had let go of it
-    dropped: int | None = None  # when the engine let go of the memory it was saved from
-    died: int | None = None  # when everybody had
-    walk: int = -1  # autograd's number of the backward that asked for it first
-    is_asked_again: bool = False  # by another backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,17 +67,8 @@ class StepMeter(StepRecorder):
         self._find_elsewhere = elsewhere
         self._state_bytes = self._state_before = 0
         self._optimizer_live = 0  # at most while an optimizer steps, behind backward
-        self._times: dict[int, _Times] = {}
-        self._records: dict[int, weakref.ref[Any]] = {}  # by id, which may be used again
-        self._held: list[tuple[weakref.ref[Any], _Times]] = []
-        self._asked: list[tuple[weakref.ref[Any], _Times]] = []  # and autograd has not let go of them
-        self._by_storage: dict[int, list[_Times]] = {}
-        self._small: dict[int, int] = {}  # bytes by id of the storage
-        self._small_now = self._small_bytes = 0  # the sum of these, and the most of it
-        self._small_saved: dict[
-            int, tuple[str | None, int]
-        ] = {}  # by the same: the only block that saved it, how often
-        self._small_alone: dict[str, int] = {}  # by block: what its forward left to autograd alone
+        self._saved_times = SavedTimes()
+        self._small = SmallSaved()
         self._min_bytes = 0
         self._clock = self._now()
         self._optimizer_hooks: list[RemovableHandle] = []
@@ -190,15 +155,8 @@ class StepMeter(StepRecorder):
                 has_gradient(parameter) for parameter in self.model.parameters() if parameter.is_leaf
             )
             self.segments.clear()
-            self._times.clear()
-            self._records.clear()
-            self._held.clear()
-            self._asked.clear()
-            self._by_storage.clear()
-            self._small.clear()
-            self._small_saved.clear()
-            self._small_alone.clear()
-            self._small_now = self._small_bytes = 0
+            self._saved_times = SavedTimes()
+            self._small = SmallSaved()
             self._entered.clear()
             self._left.clear()
             self.backward = False
@@ -244,19 +202,16 @@ class StepMeter(StepRecorder):
         )
         has_backward = self._has_backward
         self._reached.clear()
+        times = self._saved_times
         segments = tuple(
             dataclasses.replace(segment, live_bytes=segment.live_bytes + missing) if segment.backward else segment
-            for segment in self._segments()
+            for segment in times.counted_in(self.segments)
         )
-        saved, blocks = (
-            tuple(self._saved()),
-            tuple(
-                dataclasses.replace(span, small_bytes=self._small_alone.get(span.name, 0))
-                for span in self.block_spans()
-            ),
+        saved = tuple(times.saved(len(self.segments)))
+        blocks = tuple(
+            dataclasses.replace(span, small_bytes=self._small.alone_bytes.get(span.name, 0))
+            for span in self.block_spans()
         )
-        again = sum(times.nbytes for times in self._times.values() if times.is_asked_again)
-        walks_again = again > _AGAIN * sum(times.nbytes for times in self._times.values())
         skipped = tuple(sorted(self._blocks - self._left.keys()))
         self._micro_batches.append(
             _MicroBatch(
@@ -267,8 +222,8 @@ class StepMeter(StepRecorder):
                 skipped,
                 self._accumulates,
                 has_backward,
-                walks_again,
-                self._small_bytes,
+                times.walks_again,
+                self._small.most_bytes,
             )
         )
 
@@ -290,12 +245,7 @@ class StepMeter(StepRecorder):
         if not self._is_here():
             return
         unit = record.unit if record.unit in self.units else next(iter(self.units))
-        times = self._times[id(record)] = _Times(unit, record.nbytes, self.end_segment())
-        self._records[id(record)] = reference = weakref.ref(record)
-        self._held.append((reference, times))
-        storage = record.storage_ref()
-        if storage is not None:
-            self._by_storage.setdefault(id(storage), []).append(times)
+        self._saved_times.packed(record, unit, self.end_segment())
 
     def left(self, tensor: torch.Tensor, min_bytes: int) -> None:
         """A tensor was saved that stays in memory, since it is smaller than ``min_bytes``."""
@@ -304,13 +254,7 @@ class StepMeter(StepRecorder):
         self._min_bytes = min_bytes
         key = id(tensor.untyped_storage())
         if key in self._seen:  # no weight
-            before = self._small.get(key, 0)
-            self._small[key] = max(tensor.nbytes, before)
-            self._small_now += self._small[key] - before
-            self._small_bytes = max(self._small_bytes, self._small_now)
-            block = self.units[self.unit]
-            first, count = self._small_saved.get(key, (block, 0))
-            self._small_saved[key] = block if first == block else None, count + 1
+            self._small.saved(key, tensor.nbytes, self.units[self.unit])
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if self._is_here() and not self._is_paused:
@@ -321,8 +265,9 @@ class StepMeter(StepRecorder):
             return
         super()._leave(name, module, args, output)
         if name in self._blocks and not in_recompute():
-            own = [(key, count) for key, (block, count) in self._small_saved.items() if block == name]
-            self._small_alone[name] = sum(self._seen[key].nbytes for key, count in own if self._is_alone(key, count))
+            own = self._small.of_block(name)
+            alone = sum(self._seen[key].nbytes for key, count in own if self._is_alone(key, count))
+            self._small.alone_bytes[name] = alone
 
     def _is_alone(self, key: int, count: int) -> bool:
         """Whether a storage is held by nothing but autograd, which has saved it so often."""
@@ -335,17 +280,10 @@ class StepMeter(StepRecorder):
             return
         self._note_walk()
         self._resume()
-        times, known = self._times.get(id(record)), self._records.get(id(record))
         now = self.end_segment()
         self.backward = True
-        if times is not None:
-            self.unit = times.unit
-        if times is not None and known is not None and known() is record and times.needed is None:
-            times.needed = now
-            times.walk = self._walk
-            self._asked.append((known, times))
-        elif times is not None and times.walk != self._walk:
-            times.is_asked_again = True
+        unit = self._saved_times.asked(record, now, self._walk)
+        self.unit = self.unit if unit is None else unit
 
     def _note_walk(self) -> None:
         """Note which backward runs, and ask autograd to say when it has ended: it does not where an error has ended it."""
@@ -381,29 +319,12 @@ class StepMeter(StepRecorder):
             self._clean_up()
             return len(self.segments)
         now = super().end_segment()
-        still = []
-        for reference, times in self._held:
-            record = reference()
-            if record is None or record.buffer is None or times.needed is not None:
-                times.dropped = now
-            else:
-                still.append((reference, times))
-        self._held = still
-        # An operation asks for all that it saved before it runs: it is the record's end that tells when it has run.
-        alive = []
-        for reference, times in self._asked:
-            if reference() is None:
-                times.released = now
-            else:
-                alive.append((reference, times))
-        self._asked = alive
+        self._saved_times.settle(now)
         return now
 
     def died(self, key: int) -> None:
-        self._small_now -= self._small.pop(key, 0)
-        self._small_saved.pop(key, None)
-        for times in self._by_storage.pop(key, ()):
-            times.died = len(self.segments)
+        self._small.died(key)
+        self._saved_times.died(key, len(self.segments))
 
     def elapsed(self) -> float:
         """Seconds of compute since this was asked last. What moves bytes meanwhile takes none of them: copies have ended when
@@ -521,7 +442,7 @@ class StepMeter(StepRecorder):
             saved=found.saved,
             blocks=found.blocks,
             units=self.units,
-            kinds=self.kinds,
+            classes=self.classes,
             parameters=parameter_count(self.model),
             base_bytes=self._base_bytes() + missing,
             gradient_bytes=gradients,
@@ -537,28 +458,3 @@ class StepMeter(StepRecorder):
             accumulates=found.accumulates,
             looks_at_gradients=self._back,
         )
-
-    def _saved(self) -> Iterator[Saved]:
-        end = len(self.segments)
-        for times in self._times.values():
-            needed = end if times.needed is None else times.needed
-            released = end if times.released is None else times.released
-            gone = self._gone(times)
-            yield Saved(times.unit, times.nbytes, times.packed, gone, needed, min(max(released, needed + 1), end))
-
-    def _gone(self, times: _Times) -> int:
-        """The first segment in which nothing but autograd would have held it, had it stayed in memory."""
-        end = len(self.segments)
-        dropped = end if times.dropped is None else times.dropped
-        died = end if times.died is None else times.died
-        return died if died > dropped else times.packed
-
-    def _segments(self) -> Iterator[Segment]:
-        """The segments, with bytes that were also held elsewhere, and had been counted as the engine's alone."""
-        more = [0] * (len(self.segments) + 1)
-        for times in self._times.values():
-            if times.dropped is not None and self._gone(times) > times.dropped:
-                more[times.packed] += times.nbytes
-                more[times.dropped] -= times.nbytes
-        for segment, nbytes in zip(self.segments, itertools.accumulate(more), strict=False):
-            yield dataclasses.replace(segment, live_bytes=segment.live_bytes + nbytes)

@@ -9,21 +9,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.plan.choosing import choose
-from hf_offload.plan.fitting import least_memory
+from hf_offload.plan.choosing import choose, least_memory
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.holding import Held, least_weights
-from hf_offload.plan.places import Allowed
 from hf_offload.plan.problem import limit_of
-from hf_offload.plan.windows import state_window
-from hf_offload.planning.beforehand import footprint_beforehand
-from hf_offload.planning.unit_weights import trained_in, unit_weights
+from hf_offload.plan.rules import state_window
+from hf_offload.plan.state_choices import Allowed
+from hf_offload.plan.state_placement import StatePlacement, least_weights
+from hf_offload.planning.optimizer_state import gradient_and_state_bytes, step_bytes
+from hf_offload.planning.unit_weights import initial_estimate, trained_in, unit_weights
 from hf_offload.ranks import Ranks
 from hf_offload.settings.memory_modes import NONE, OF_ADAPTERS
 from hf_offload.settings.schema import OffloadConfig, snapshots_held, with_checked
 from hf_offload.settings.sizes import format_bytes
-from hf_offload.state.optimizer import check_streamable, state_per_weight, streaming_of
+from hf_offload.state.optimizer import check_streamable, state_per_weight
 from hf_offload.state.registry import parked_of
 from hf_offload.state.setting import StreamedSetting
 from hf_offload.state.weights import Weights, park_weights, weights_of
@@ -33,10 +32,6 @@ from hf_offload.tensors import nbytes_of
 
 logger = logging.getLogger(__name__)
 
-_WITHOUT_A_LOOK = 0.5
-"""Of the budget: what takes less with any optimizer is not looked at more closely."""
-_MOST_STATE = 4
-"""Bytes of state for each byte of a weight, of the optimizers that keep most."""
 _FOR_ACTIVATIONS = 0.25
 """Of the budget: what the first step may have of them, which moves all that can be moved."""
 _MOST_ON_DEVICE = 0.25
@@ -48,8 +43,8 @@ class ModelState:
 
     Where they are ``auto`` together with the tier, a plan without activations says what leaves memory when the optimizer is
     prepared, which is when its bytes are known: nothing, if all of them are within the budget. After a measured step, another
-    one says what is where (:meth:`hold`). Of several processes, the first one decides for all. Gradients then stay in memory,
-    where processes reduce them, and so do weights on accelerators.
+    one says what is where (:meth:`place`). Of several processes, the first one decides for all. Gradients then stay in
+    memory, where processes reduce them, and so do weights on accelerators.
 
     Attributes:
         residency: Which weights are in memory; None where all of them are.
@@ -115,45 +110,45 @@ class ModelState:
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         weights = sum(nbytes_of(p) for p in model.parameters())
         trained = sum(nbytes_of(p) for p in model.parameters() if p.requires_grad)
-        more = self._more_bytes(model)
+        more = gradient_and_state_bytes(model, self._prepared(), self._limit_bytes)
         if self._may_stream and self.streamed is None:
-            held = self._held_beforehand(model, more - trained, activation_bytes=0)
-            if held.state is not None:
+            placement = self._initial_placement(model, more - trained, activation_bytes=0)
+            if placement.state is not None:
                 total = format_bytes(weights + more)
-                self._stream(model, held.state, f"weights, gradients and optimizer state take {total}")
+                self._stream(model, placement.state, f"weights, gradients and optimizer state take {total}")
                 self._is_measured = False
         if self._may_park and self.residency is None:
             # Where state does not fit, weights leave in any case: what activations take is known after the step.
             share = 1.0 if self.streams else _FOR_ACTIVATIONS
-            held = self._held_beforehand(model, 0, activation_bytes=int(share * self._limit_bytes))
-            if held.weights is not None and self._can_park(model):
-                self._park(model, held.weights)
+            placement = self._initial_placement(model, 0, activation_bytes=int(share * self._limit_bytes))
+            if placement.weights is not None and self._can_park(model):
+                self._park(model, placement.weights)
                 self._is_measured = False
                 # How much activations need is not known: more weights stay once the first step has been measured.
-                self._let_stay(least_weights(self._footprint_beforehand(model, 0, 0)))
+                self._let_stay(least_weights(self._initial_estimate(model, 0, 0)))
 
-    def _held_beforehand(self, model: nn.Module, state_bytes: int, activation_bytes: int) -> Held:
+    def _initial_placement(self, model: nn.Module, state_bytes: int, activation_bytes: int) -> StatePlacement:
         """What the plan moves of a step that has ``activation_bytes`` in memory, of any place in it: of the process that
         needs most.
         """
         assert self._hardware is not None
-        own = self._footprint_beforehand(model, state_bytes, activation_bytes)
+        own = self._initial_estimate(model, state_bytes, activation_bytes)
         footprint = self._ranks.largest(own, lambda one: one.optimizer_peak_bytes)
         allowed = self.allowed
         if activation_bytes:
             allowed = dataclasses.replace(allowed, state="none")
         arguments = footprint, self._hardware, self._budget_bytes, allowed
-        return self._ranks.first(lambda: (choose(*arguments) or least_memory(*arguments)).held)
+        return self._ranks.first(lambda: (choose(*arguments) or least_memory(*arguments)).state_placement)
 
-    def _footprint_beforehand(self, model: nn.Module, state_bytes: int, activation_bytes: int) -> Footprint:
-        return footprint_beforehand(
+    def _initial_estimate(self, model: nn.Module, state_bytes: int, activation_bytes: int) -> Footprint:
+        return initial_estimate(
             model,
             state_bytes=state_bytes,
             state_is_there=activation_bytes == 0,
             streams=self.streams,
             keeps_gradients=self._keeps_gradients,
             activation_bytes=activation_bytes,
-            step_bytes=0 if activation_bytes else max(map(_step_bytes, self._prepared()), default=0),
+            step_bytes=0 if activation_bytes else step_bytes(self._prepared()),
             smallest_bytes=self._config.smallest_bytes(self._on_host),
         )
 
@@ -172,14 +167,18 @@ class ModelState:
             )
 
     @property
-    def held(self) -> Held:
+    def state_placement(self) -> StatePlacement:
         """Where weights, gradients and state are now."""
         state = self.streamed.place if self.streamed is not None and self.streamed.is_used else None
         if self.residency is None:
-            return Held(state, None, 0, self._updates_in_backward, self._keeps_gradients, self._staying, self._width)
+            return StatePlacement(
+                state, None, 0, self._updates_in_backward, self._keeps_gradients, self._staying, self._width
+            )
         place = "ram" if self.residency.store.tier.name == "ram" else "ssd"
         staying = self.residency.limit_bytes if self._usual_bytes is None else self._usual_bytes
-        return Held(state, place, staying, self._updates_in_backward, self._keeps_gradients, self._staying, self._width)
+        return StatePlacement(
+            state, place, staying, self._updates_in_backward, self._keeps_gradients, self._staying, self._width
+        )
 
     @property
     def _keeps_gradients(self) -> bool:
@@ -203,7 +202,7 @@ class ModelState:
             weights="auto" if self._may_park or (self._may_resize and self.residency is not None) else "none",
             in_backward=self._updates_in_backward,
             keeps_gradients=self._keeps_gradients,
-            now=self.held,
+            now=self.state_placement,
             written_bytes=None if written is None else int(written),
             snapshots=snapshots_held(self._config),
             snapshots_of_trained=self._config.memory_mode in OF_ADAPTERS,
@@ -215,28 +214,28 @@ class ModelState:
         trained = sum(nbytes_of(p) for p in model.parameters() if p.requires_grad)
         state_bytes = int(self._state_per_weight * trained) if self.streams else footprint.state_bytes
         weights = unit_weights(model, footprint.units, state_bytes, self._config.smallest_bytes(self._on_host))
-        step_bytes = max(map(_step_bytes, self._prepared()), default=0) if self.streams else 0
+        at_once = step_bytes(self._prepared()) if self.streams else 0
         self._units = tuple(footprint.units)
-        return dataclasses.replace(footprint, weights=weights, step_share=step_bytes / max(1, trained))
+        return dataclasses.replace(footprint, weights=weights, step_share=at_once / max(1, trained))
 
-    def hold(self, model: nn.Module, held: Held) -> bool:
+    def place(self, model: nn.Module, placement: StatePlacement) -> bool:
         """Let weights, gradients and state be where a plan has them, as far as they can be; whether that changed anything."""
-        before = self.held
+        before = self.state_placement
         self.let_few_stay(False)
         self._is_measured, self.left_for_a_step = True, False
-        if held.state is not None and self._may_stream and self.streamed is None:
-            self._stream(model, held.state, "activations do not fit next to them, or take longer")
-        self._let_state_stay(model, held.staying & self._staying)
-        if held.weights is not None:
+        if placement.state is not None and self._may_stream and self.streamed is None:
+            self._stream(model, placement.state, "activations do not fit next to them, or take longer")
+        self._let_state_stay(model, placement.staying & self._staying)
+        if placement.weights is not None:
             if self.residency is None and self._can_park(model):
-                self._park(model, held.weights)
+                self._park(model, placement.weights)
             if self._may_resize:
-                self._let_stay(held.weights_bytes)
-        self._let_state_stay(model, held.staying)
+                self._let_stay(placement.weights_bytes)
+        self._let_state_stay(model, placement.staying)
         if self.streamed is not None and self.streamed.is_used:
-            self.streamed.set_window(state_window(self._budget_bytes, held.width))
-        self._width = held.width
-        return self.held != before
+            self.streamed.set_window(state_window(self._budget_bytes, placement.width))
+        self._width = placement.width
+        return self.state_placement != before
 
     def _let_state_stay(self, model: nn.Module, units: frozenset[str]) -> None:
         """Let gradients and state of these units be in memory, and those of all others leave it."""
@@ -249,8 +248,8 @@ class ModelState:
         """No plan fits the budget: let all that can leave memory; whether there was anything."""
         if self._config.max_step_write_bytes is not None and self._place == "ssd":
             return False  # the plan that was refused has looked at all that may be moved
-        least = least_weights(self._footprint_beforehand(model, 0, 0))
-        return self.hold(model, Held(self._place, self._place, least))
+        least = least_weights(self._initial_estimate(model, 0, 0))
+        return self.place(model, StatePlacement(self._place, self._place, least))
 
     def let_few_stay(self, few: bool) -> None:
         """Let as ``few`` weights as possible be in memory, in a step that may need more of it than those before, or as many
@@ -267,7 +266,7 @@ class ModelState:
                 self._park(model, self._place)
             if self.residency is not None:
                 self._usual_bytes = self.residency.total_bytes if self._has_returned else self.residency.limit_bytes
-                self._let_stay(min(self._usual_bytes, least_weights(self._footprint_beforehand(model, 0, 0))))
+                self._let_stay(min(self._usual_bytes, least_weights(self._initial_estimate(model, 0, 0))))
         elif self._usual_bytes is not None:
             self._let_stay(self._usual_bytes)
             self._usual_bytes = None
@@ -339,23 +338,6 @@ class ModelState:
     def _prepared(self) -> list[Optimizer]:
         return [found for reference in self._optimizers.values() if (found := reference()) is not None]
 
-    def _more_bytes(self, model: nn.Module) -> int:
-        """Bytes of gradients and optimizer state that are in memory if nothing is streamed."""
-        optimizers = self._prepared()
-        trained = {id(p): nbytes_of(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-        trained |= {id(p): nbytes_of(p) for p in model.parameters() if p.requires_grad}
-        gradients = sum(trained.values())
-        if (
-            sum(nbytes_of(p) for p in model.parameters()) + (1 + _MOST_STATE) * gradients
-            <= _WITHOUT_A_LOOK * self._limit_bytes
-        ):
-            return (1 + _MOST_STATE) * gradients
-        state = 0
-        for one in optimizers:
-            mine = sum(nbytes_of(p) for group in one.param_groups for p in group["params"])
-            state += int(mine * (0 if streaming_of(one) is not None else state_per_weight(one)))
-        return gradients + state
-
     def _stream(self, model: nn.Module, place: str, why: str) -> bool:
         optimizers = self._prepared()
         nowhere = "Only an optimizer that is passed to session.prepare_optimizer() can be streamed."
@@ -424,7 +406,10 @@ class ModelState:
             return True
         trained = sum(nbytes_of(p) for p in model.parameters() if p.requires_grad)
         # Else the optimizer's step takes all weights at once.
-        return trained + self._more_bytes(model) <= _MOST_ON_DEVICE * self._limit_bytes
+        return (
+            trained + gradient_and_state_bytes(model, self._prepared(), self._limit_bytes)
+            <= _MOST_ON_DEVICE * self._limit_bytes
+        )
 
     def _settle_copies(self) -> None:
         if self._storage.settle_copies is not None:
@@ -439,16 +424,3 @@ class ModelState:
         except OffloadConfigError as error:
             self._may_park = False
             logger.info("Weights stay in memory. %s", error)
-
-
-def _step_bytes(optimizer: Optimizer) -> int:
-    """Memory that a step of ``optimizer`` takes for itself: AdamW's, of which others need no more."""
-    most = 0
-    for group in optimizer.param_groups:
-        sizes = [nbytes_of(p) for p in group["params"] if p.requires_grad]
-        on_host = all(p.device.type == "cpu" for p in group["params"])
-        if group.get("fused") or not sizes:
-            continue
-        at_once = group.get("foreach") or (group.get("foreach", False) is None and not on_host)
-        most = max(most, sum(sizes) if at_once else 2 * max(sizes))
-    return most

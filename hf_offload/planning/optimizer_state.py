@@ -1,18 +1,24 @@
 """How much memory optimizers hold: whichever steps, and whenever what it keeps comes."""
 
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
-from hf_offload.state.optimizer import streaming_of
+from hf_offload.state.optimizer import state_per_weight, streaming_of
 from hf_offload.state.registry import parked_of
 from hf_offload.storage.service import models_in_use
 from hf_offload.tensors import nbytes_of
+
+_WITHOUT_A_LOOK = 0.5
+"""Of the budget: what takes less with any optimizer is not looked at more closely."""
+_MOST_STATE = 4
+"""Bytes of state for each byte of a weight, of the optimizers that keep most."""
 
 
 class OptimizerState:
@@ -28,7 +34,7 @@ class OptimizerState:
         self._on_step = on_step
         self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
         # No callbacks: Ctrl-C would get lost in one that is not of C (see interrupts.py).
-        self._stepped: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        self._stepped: dict[int, weakref.ref[Optimizer]] = {}
         self._handle = register_optimizer_step_post_hook(self._note)
 
     def close(self) -> None:
@@ -58,13 +64,13 @@ class OptimizerState:
         others = {id(p) for model in models_in_use() if model is not own for p in model.parameters()}
         return frozenset(others.difference(map(id, own.parameters())) if others else ())
 
-    def _note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped[id(optimizer)] = weakref.ref(optimizer)
         if not is_elsewhere(optimizer, self.elsewhere()):
             self._on_step()
 
 
-def state_of(optimizer: torch.optim.Optimizer, elsewhere: Container[int] = ()) -> Iterator[torch.Tensor]:
+def state_of(optimizer: Optimizer, elsewhere: Container[int] = ()) -> Iterator[torch.Tensor]:
     """The tensors of its state, also those in lists. Not among them: what is on a tier, sparse ones, and what it keeps of
     weights with an id in ``elsewhere``.
     """
@@ -77,13 +83,13 @@ def state_of(optimizer: torch.optim.Optimizer, elsewhere: Container[int] = ()) -
                     yield leaf
 
 
-def is_elsewhere(optimizer: torch.optim.Optimizer, elsewhere: Container[int]) -> bool:
+def is_elsewhere(optimizer: Optimizer, elsewhere: Container[int]) -> bool:
     """Whether all of its weights have an id in ``elsewhere``."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return bool(parameters) and all(id(parameter) in elsewhere for parameter in parameters)
 
 
-def missing_state(optimizer: torch.optim.Optimizer, elsewhere: Container[int] = ()) -> int:
+def missing_state(optimizer: Optimizer, elsewhere: Container[int] = ()) -> int:
     """Bytes of state that weights which have had no gradient yet will have, by what the others have of it; without those with
     an id in ``elsewhere``.
     """
@@ -100,3 +106,33 @@ def missing_state(optimizer: torch.optim.Optimizer, elsewhere: Container[int] = 
         elif parameter.requires_grad and parameter.grad is None:
             without += nbytes_of(parameter)
     return without * state // max(1, with_state)
+
+
+def gradient_and_state_bytes(model: nn.Module, optimizers: Sequence[Optimizer], limit_bytes: int) -> int:
+    """Bytes of gradients and optimizer state that are in memory if nothing is streamed. What fits into ``limit_bytes`` with
+    any optimizer is not looked at more closely.
+    """
+    trained = {id(p): nbytes_of(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    trained |= {id(p): nbytes_of(p) for p in model.parameters() if p.requires_grad}
+    gradients = sum(trained.values())
+    most = (1 + _MOST_STATE) * gradients
+    if sum(nbytes_of(p) for p in model.parameters()) + most <= _WITHOUT_A_LOOK * limit_bytes:
+        return most
+    state = 0
+    for one in optimizers:
+        mine = sum(nbytes_of(p) for group in one.param_groups for p in group["params"])
+        state += int(mine * (0 if streaming_of(one) is not None else state_per_weight(one)))
+    return gradients + state
+
+
+def step_bytes(optimizers: Sequence[Optimizer]) -> int:
+    """Memory that a step of these takes for itself, one after the other: AdamW's, of which others need no more."""
+    most = 0
+    for group in (group for one in optimizers for group in one.param_groups):
+        sizes = [nbytes_of(p) for p in group["params"] if p.requires_grad]
+        on_host = all(p.device.type == "cpu" for p in group["params"])
+        if group.get("fused") or not sizes:
+            continue
+        at_once = group.get("foreach") or (group.get("foreach", False) is None and not on_host)
+        most = max(most, sum(sizes) if at_once else 2 * max(sizes))
+    return most

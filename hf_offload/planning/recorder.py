@@ -2,10 +2,7 @@
 
 import contextlib
 import dataclasses
-import functools
 import queue
-import sys
-import types
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -21,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_offload.checkpointing import in_recompute
 from hf_offload.engine.recompute import Versions, changed_name, versions_of, why_not_twice
 from hf_offload.plan.footprint import BlockSpan, Segment
-from hf_offload.planning.workspace import workspace_bytes
+from hf_offload.planning.operations import count_changes_of_lists, in_python_of_backward, workspace_bytes
 from hf_offload.state.gradients import gradient_of, has_gradient_here
 from hf_offload.state.registry import is_parked
 from hf_offload.storage.handling import Handling
@@ -31,27 +28,6 @@ from hf_offload.surgery import EagerHook
 from hf_offload.tensors import has_storage, nbytes_of, parts_of
 from hf_offload.transforms.tiling.head import head_name
 
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-
-
-def count_changes_of_lists(func: Any, args: Sequence[Any]) -> None:
-    """Count versions for what ``func``, such as ``torch._foreach_mul_``, has done to lists of tensors in a dispatch mode.
-
-    PyTorch counts them outside of such modes alone.
-    """
-    for place in _changed_lists(func):
-        for tensor in args[place]:
-            if not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
-
-
-@functools.cache
-def _changed_lists(func: Any) -> tuple[int, ...]:
-    if not isinstance(func, torch._ops.OpOverload) or not func._schema.name.startswith("aten::_foreach_"):
-        return ()
-    written = (argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments)
-    return tuple(place for place, is_written in enumerate(written) if is_written)
-
 
 class _Seen(weakref.ref[torch.UntypedStorage]):
     """A storage that is counted."""
@@ -59,17 +35,6 @@ class _Seen(weakref.ref[torch.UntypedStorage]):
     __slots__ = ("key", "nbytes")
     key: int
     nbytes: int
-
-
-def _in_python_of_backward() -> bool:
-    """Whether an operation under a dispatch mode was called by a hook or function of Python's, and not by autograd itself."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
-        frame = frame.f_back
-    frame = frame and frame.f_back
-    while frame is not None and frame.f_globals["__name__"].startswith(("torch._dynamo", "torch._compile")):
-        frame = frame.f_back  # what keeps the mode itself from being compiled
-    return frame is not None and frame.f_code is not _RUN_BACKWARD
 
 
 @dataclasses.dataclass(slots=True)
@@ -94,7 +59,7 @@ class StepRecorder(TorchDispatchMode):
 
     Attributes:
         units: Unit -> the repeated block it lies in, if it lies in one.
-        kinds: Unit -> the class of its module.
+        classes: Unit -> the class of its module.
         head, is_tiled: The head whose loss can be tiled, and whether it is.
     """
 
@@ -102,7 +67,7 @@ class StepRecorder(TorchDispatchMode):
         super().__init__()
         units = find_units(model)
         self.units = {name: unit.block for name, unit in units.items()}
-        self.kinds = {name: unit.kind for name, unit in units.items()}
+        self.classes = {name: unit.kind for name, unit in units.items()}
         self.head, self.is_tiled = head_name(model)
         self.segments: list[Segment] = []
         self.backward = False
@@ -342,7 +307,7 @@ class StepRecorder(TorchDispatchMode):
             and args[0].dtype == args[1].dtype
             and args[0].layout is torch.strided
             and args[0].untyped_storage().nbytes() == results[0].nbytes
-            and not _in_python_of_backward()
+            and not in_python_of_backward()
         )
 
     def see(self, storage: torch.UntypedStorage, counts: bool = True) -> bool:

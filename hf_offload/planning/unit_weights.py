@@ -1,11 +1,15 @@
-"""How many bytes of weights, gradients and optimizer state belong to each unit of a model."""
+"""How many bytes of weights, gradients and optimizer state belong to each unit of a model, and an estimate of a step from the
+model alone, before any was measured.
+"""
 
+import itertools
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from torch import nn
 
-from hf_offload.plan.footprint import UnitWeights
-from hf_offload.tensors import nbytes_of
+from hf_offload.plan.footprint import Footprint, Segment, UnitWeights
+from hf_offload.structure.units import find_units
+from hf_offload.tensors import nbytes_of, parameter_count
 
 
 def unit_weights(
@@ -65,3 +69,51 @@ def _innermost(names: Sequence[str]) -> Callable[[str], str]:
         return path if path in known else names[-1]  # the model itself, which has the shortest name
 
     return unit_of
+
+
+def initial_estimate(
+    model: nn.Module,
+    *,
+    state_bytes: int,
+    state_is_there: bool,
+    streams: bool,
+    keeps_gradients: bool,
+    activation_bytes: int,
+    smallest_bytes: int,
+    step_bytes: int = 0,
+) -> Footprint:
+    """A step estimated from the model alone: weights, gradients and ``state_bytes`` of optimizer state in forward and
+    backward of every unit. All time is that of transfers.
+
+    ``state_is_there`` during forward and backward, which it is not in the first step; ``streams``: it and, unless
+    ``keeps_gradients``, the gradients are on a tier. ``activation_bytes`` is what else is in memory at any time,
+    ``step_bytes`` what the optimizer's step needs for itself.
+    """
+    units = find_units(model)
+    weights = unit_weights(model, units, state_bytes, smallest_bytes)
+    trained = sum(nbytes_of(p) for p in model.parameters() if p.requires_grad)
+    leaves = streams and not keeps_gradients
+    gradient_bytes = 0 if leaves else trained
+    forward = [Segment(name, False, activation_bytes, 0, 0.0) for name in units]
+    last_first = list(reversed(list(units)))
+    arrived = itertools.accumulate(weights[name].trained_bytes if name in weights else 0 for name in last_first)
+    backward = [
+        Segment(name, True, activation_bytes + (0 if leaves else so_far), 0 if leaves else so_far, 0.0)
+        for name, so_far in zip(last_first, arrived, strict=True)
+    ]
+    there = state_bytes if state_is_there and not streams else 0
+    return Footprint(
+        segments=(*forward, *backward),
+        saved=(),
+        blocks=(),
+        units={name: unit.block for name, unit in units.items()},
+        classes={name: unit.kind for name, unit in units.items()},
+        parameters=parameter_count(model),
+        base_bytes=sum(nbytes_of(tensor) for tensor in {*model.parameters(), *model.buffers()}) + there,
+        gradient_bytes=gradient_bytes,
+        optimizer_step_bytes=step_bytes,
+        optimizer_step_s=0.0,
+        source="counted",
+        state_bytes=there,
+        weights=weights,
+    )

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.plan import Plan
-from hf_offload.planning.correcting import say
-from hf_offload.planning.known import Known, Terms, check_writes, known_if_kept
-from hf_offload.planning.situation import Situation
+from hf_offload.planning.batch_shape import BatchShape
+from hf_offload.planning.shape_plan import ShapePlan, Terms, check_writes, planned_if_kept, say
 from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes
 
@@ -45,21 +44,20 @@ class Unplanned:
         self._walks_now, self.shares = any(all_walk), any(all_share)
         return self._walks_now or self.walks or self.shares
 
-    def kept(self, footprints: Mapping[Situation, Footprint], terms: Terms) -> dict[Situation, Known]:
+    def kept(self, footprints: Mapping[BatchShape, Footprint], terms: Terms) -> list[ShapePlan]:
         """Plans that keep everything of the micro-batches of that step. There are none if one of them may not fit, and if
         another step has walked a graph again or several threads share it: what that needs is not known.
 
         Raises :class:`~hf_offload.errors.OffloadPlanError` where everything moves instead, and more is written to drives for
         that than a step may write.
         """
-        found = {one: known_if_kept(one, footprint, terms, self._safest) for one, footprint in footprints.items()}
-        plans = {one: known for one, known in found.items() if known is not None}
+        found = [planned_if_kept(one, footprint, terms, self._safest) for one, footprint in footprints.items()]
+        plans = [plan for plan in found if plan is not None]
         if len(plans) == len(found) and self._walks_now and not self.shares:
             self.walks = False
             return plans
-        for footprint in footprints.values():
-            check_writes(footprint, terms, self._safest)
-        return {}
+        check_writes(footprints.values(), terms, self._safest)
+        return []
 
     def begin(self, budget_bytes: int, peak_bytes: int | None) -> Plan:
         """Plan nothing any more: everything moves, under the plan that this returns."""

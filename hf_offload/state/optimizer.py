@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.interrupts import signals_deferred
-from hf_offload.plan.windows import PART_BYTES, STATE_WINDOW_BYTES
+from hf_offload.plan.rules import PART_BYTES, STATE_WINDOW_BYTES
 from hf_offload.state import guard
 from hf_offload.state.clip import clip_parked
 from hf_offload.state.gradients import gradient_of

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.plan.windows import part_bytes, state_window
+from hf_offload.plan.rules import part_bytes, state_window
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.state.optimizer import stream, streaming_of
 from hf_offload.state.refusals import is_compiled, refuse_scripts, refuse_shards

@@ -6,7 +6,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from hf_offload.plan.windows import weights_window
+from hf_offload.plan.rules import weights_window
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.state.contexts import outside

@@ -9,7 +9,7 @@ from benchmarks.sampling import BASELINE, FAIR
 from tests.helpers.command_line import benchmark
 
 
-def test_ways_of_one_shape(tmp_path, monkeypatch, short_search):
+def test_ways_of_one_shape(tmp_path, monkeypatch):
     chosen = (BASELINE, FAIR, "lora, sampled 0.3, elementwise")
     monkeypatch.setattr(sampling, "WAYS", {way: sampling.WAYS[way] for way in chosen})
     result = benchmark("sampling", "t5-base", "--output", tmp_path)

@@ -5,8 +5,8 @@ import torch
 
 from hf_offload.engine.record import State
 from hf_offload.plan.plan import Keeping, Placement, Plan
-from hf_offload.plan.planner import find_plan, plan_of
-from hf_offload.plan.problem import Problem
+from hf_offload.plan.problem import Problem, plan_of
+from hf_offload.plan.search import solve
 from hf_offload.plan.timeline import Channel, Windows
 from tests.helpers.controlled_tier import Rig
 from tests.helpers.handmade_footprints import MB, footprint_of
@@ -123,7 +123,7 @@ def plan_for(sizes: list[int], budget: int) -> Plan:
         write_behind_bytes=0,
         reason="everything moves",
     )
-    return plan_of(problem, find_plan(problem), like, "a test")
+    return plan_of(problem, solve(problem), like, "a test")
 
 
 def test_units_that_the_plan_does_not_name_move_what_they_save():

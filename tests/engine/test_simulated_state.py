@@ -10,7 +10,8 @@ from hf_offload import OffloadConfig, attach
 from hf_offload.forecast.counting import count_footprint
 from hf_offload.forecast.fake import fake_mode
 from hf_offload.methods.protocol import OptimizerBytes
-from hf_offload.plan.holding import GRADIENTS, STATE, WEIGHTS, Held, hold, least_weights
+from hf_offload.plan.state_placement import GRADIENTS, STATE, WEIGHTS, StatePlacement, least_weights
+from hf_offload.plan.state_transfers import place_state
 from hf_offload.planning.unit_weights import unit_weights
 from hf_offload.state.optimizer import streaming_of
 
@@ -74,15 +75,17 @@ def test_a_step_of_a_model_moves_the_same_bytes(name, share):
     footprint = footprint_of(name)
     weights = unit_weights(model, footprint.units, footprint.state_bytes, smallest)
     footprint = dataclasses.replace(footprint, weights=weights)
-    held = Held("ram", "ram", int(share * total))  # a drive's bytes are fewer: the ends of buffers stay in memory
-    planned = hold(footprint, held, BUDGET, on_host=True)
+    placement = StatePlacement(
+        "ram", "ram", int(share * total)
+    )  # a drive's bytes are fewer: the ends of buffers stay in memory
+    planned = place_state(footprint, placement, BUDGET, on_host=True)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = OffloadConfig(tier="none", params="ram", optimizer="ram", min_bytes=smallest, memory_budget=BUDGET)
     session = attach(model, config)
     session.prepare_optimizer(optimizer)
     session.defer_updates()
-    session.residency.limit_bytes = held.weights_bytes
+    session.residency.limit_bytes = placement.weights_bytes
     streaming = streaming_of(optimizer)
     weights, state = session.residency.store, streaming.state_store
     stores = {WEIGHTS: weights, STATE: state, GRADIENTS: streaming.gradient_store}

@@ -69,7 +69,7 @@ def random_footprint(draw):
         saved=tuple(saved),
         blocks=(),
         units=dict.fromkeys(units),
-        kinds=dict.fromkeys(units, "Block"),
+        classes=dict.fromkeys(units, "Block"),
         parameters=0,
         base_bytes=0,
         gradient_bytes=0,

@@ -149,7 +149,7 @@ KINDS = dict.fromkeys(ACTIVATIONS, Activations) | dict.fromkeys(STATE, State) | 
 
 
 @pytest.fixture
-def interrupted(kind, tmp_path, no_collections, short_search, machine_with_drive):
+def interrupted(kind, tmp_path, no_collections, machine_with_drive):
     machine_with_drive(1e9)
     return KINDS[kind](kind, tmp_path)
 

@@ -18,7 +18,7 @@ def footprint_of(sizes, seconds, live, *, boundary=1 * MB, base=100 * MB, blocks
         saved=tuple(saved),
         blocks=tuple(spans),
         units={name: name if blocks else None for name in names},
-        kinds=dict.fromkeys(names, "Block"),
+        classes=dict.fromkeys(names, "Block"),
         parameters=0,
         base_bytes=base,
         gradient_bytes=0,

@@ -341,7 +341,7 @@ def test_offloading_of_fsdp2_is_refused_by_name(plugin, tmp_path):
     attach(model, OffloadConfig(tier="none", optimizer="ssd", directory=tmp_path, min_bytes=1)).detach()
 
 
-def test_evaluation_between_steps_of_a_loop_is_not_planned_for(tmp_path, machine_with_drive, short_search):
+def test_evaluation_between_steps_of_a_loop_is_not_planned_for(tmp_path, machine_with_drive):
     """Optimizers end steps here, and the next forward of training comes after the evaluation."""
     machine_with_drive(1e9)
 

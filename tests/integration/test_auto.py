@@ -13,7 +13,7 @@ from hf_offload import OffloadConfig, OffloadTrainingArguments, attach, offload_
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.plan.plan import Placement
 from hf_offload.planning.measuring import StepMeter
-from hf_offload.planning.pace import StepClock
+from hf_offload.planning.step_time import StepClock
 from tests.helpers.activation_heavy_models import ROWS, TOKENS, batch, build
 from tests.helpers.live_bytes import live_bytes_of_steps, peak_bytes_in_use
 from tests.helpers.tables import rows
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def known_machine(machine_with_drive, short_search):
+def known_machine(machine_with_drive):
     """Plans do not depend on how busy the machine is."""
     machine_with_drive(1e9)
 
@@ -249,7 +249,7 @@ def new_plans(caplog):
 @pytest.fixture
 def no_overhead(monkeypatch):
     """All seconds of a clock are compute."""
-    monkeypatch.setattr("hf_offload.planning.overhead.Overhead.seconds", lambda overhead: 0.0)
+    monkeypatch.setattr("hf_offload.planning.step_time.Overhead.seconds", lambda overhead: 0.0)
 
 
 class SlowClock:
@@ -267,7 +267,7 @@ class SlowClock:
 def test_a_prediction_is_corrected_after_three_steps_and_then_ever_more_rarely(
     steps, corrected, tmp_path, caplog, monkeypatch, no_overhead
 ):
-    monkeypatch.setattr("hf_offload.planning.pace.time", SlowClock())
+    monkeypatch.setattr("hf_offload.planning.step_time.time", SlowClock())
     fixed, activations = live_peaks("gpt2")
     with caplog.at_level(logging.INFO, "hf_offload"):
         # A trial of recompute would be another plan, where the compute of this machine is as slow as its drive.
@@ -297,7 +297,7 @@ class GivenClock:
 
 def test_the_clock_of_a_step_stops_with_the_optimizer(monkeypatch):
     """Evaluation, saving and what else comes before the step is said to have ended are no part of its time."""
-    monkeypatch.setattr("hf_offload.planning.pace.time", SlowClock())
+    monkeypatch.setattr("hf_offload.planning.step_time.time", SlowClock())
     waited_s = iter([1.0, 2.0])
     clock = StepClock(lambda: next(waited_s))
     assert clock.start()
@@ -309,7 +309,7 @@ def test_the_clock_of_a_step_stops_with_the_optimizer(monkeypatch):
 def test_a_run_of_slow_steps_does_not_stay_the_prediction(tmp_path, monkeypatch, no_overhead):
     slow, usual = [1000.0] * 3, [1.0] * 4
     model = model_of("gpt2")
-    monkeypatch.setattr("hf_offload.planning.pace.time", GivenClock(model, [1.0] * 3 + slow + usual))
+    monkeypatch.setattr("hf_offload.planning.step_time.time", GivenClock(model, [1.0] * 3 + slow + usual))
     _, _, forecast, _ = train(model, auto("1GiB", tmp_path), 10)
     assert forecast.step_s == pytest.approx(1.0)
     assert forecast.measured_step_s == slow + usual

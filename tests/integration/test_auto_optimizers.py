@@ -20,7 +20,7 @@ def net():
 
 
 @pytest.fixture(autouse=True)
-def known_machine(machine_with_drive, short_search):
+def known_machine(machine_with_drive):
     """Plans do not depend on how busy the machine is."""
     machine_with_drive(1e9)
 

@@ -51,7 +51,7 @@ CLASSES = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoMod
 
 
 @pytest.fixture(autouse=True)
-def known_machine(machine_with_drive, short_search):
+def known_machine(machine_with_drive):
     """Plans do not depend on how busy the machine is."""
     machine_with_drive(1e9)
 

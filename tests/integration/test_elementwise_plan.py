@@ -16,7 +16,7 @@ LAYERS = 4
 
 
 @pytest.fixture(autouse=True)
-def slow_machine(machine_with_drive, short_search):
+def slow_machine(machine_with_drive):
     """Whatever leaves memory is waited for, and takes longer to come back than any operation takes to run again."""
     machine_with_drive(2e7)
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from hf_offload.forecast import forecast
-from hf_offload.plan import search
 from tests.helpers.loaded_processes import run_in_loaded_process
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -45,7 +44,7 @@ SHOWN = {
 def run(path, folder):
     """What ``python path`` does."""
     torch.set_num_threads(1)  # enough for models as small as these
-    search._SEARCH_WORK, forecast._BUDGETS = 9_000, 2  # as in `short_search` and `few_budgets`
+    forecast._BUDGETS = 2  # as in `few_budgets`
     tempfile.tempdir = None  # read the variable again
     os.chdir(folder / "here")
     sys.argv = [str(path)]

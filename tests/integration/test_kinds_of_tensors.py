@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # sparse, nested, quantized t
 
 
 @pytest.fixture(autouse=True)
-def known_machine(machine_with_drive, short_search):
+def known_machine(machine_with_drive):
     machine_with_drive(1e9)
 
 

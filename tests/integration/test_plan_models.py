@@ -14,7 +14,7 @@ from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.methods.protocol import OptimizerBytes
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.planner import make_problem
+from hf_offload.plan.problem import make_problem
 from hf_offload.plan.search import uniform
 from tests.helpers.command_line import command, said
 from tests.helpers.live_bytes import peak_live_bytes

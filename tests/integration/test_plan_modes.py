@@ -18,7 +18,8 @@ from hf_offload.forecast.workload import Workload, count_workload
 from hf_offload.methods.blockwise import deepest_turn
 from hf_offload.methods.blockwise.mode import Blockwise
 from hf_offload.plan.hardware import describe_hardware
-from hf_offload.plan.holding import Held, hold, least_weights, moved_bytes
+from hf_offload.plan.state_placement import StatePlacement, least_weights, moved_bytes
+from hf_offload.plan.state_transfers import place_state
 from hf_offload.planning.unit_weights import unit_weights
 from hf_offload.settings.memory_modes import memory_mode, mode_names
 from hf_offload.storage.buffers import PAGE
@@ -28,7 +29,6 @@ from tests.helpers.tables import rows
 from tests.helpers.tiny_models import _ARCHITECTURES, tiny_batch, tiny_model
 from tests.helpers.torchao_optimizers import optimizer_of
 
-pytestmark = pytest.mark.usefixtures("short_search")
 RANK = {"rank": 4}
 SETTINGS = {
     "lora": [{}, RANK],
@@ -206,10 +206,10 @@ def test_weights_of_a_step_without_backward_pass_as_in_a_run():
     seconds = sum(segment.seconds for segment in counted.segments)
     few = least_weights(counted)
     budget = 1 << 30
-    turns = hold(counted, Held(None, "ssd", total // 2), budget, on_host=False)
+    turns = place_state(counted, StatePlacement(None, "ssd", total // 2), budget, on_host=False)
     several = dataclasses.replace(counted, is_one_stack=False)
-    passes = hold(several, Held(None, "ssd", total // 2), budget, on_host=False)
-    least = hold(counted, Held(None, "ssd", 0), budget, on_host=False)
+    passes = place_state(several, StatePlacement(None, "ssd", total // 2), budget, on_host=False)
+    least = place_state(counted, StatePlacement(None, "ssd", 0), budget, on_host=False)
     (written, read), (written_twice, read_twice) = moved_bytes(turns), moved_bytes(passes)
     assert few < total // 2
     assert written["ssd"] == pytest.approx(total / 2 + few, rel=0.01)
@@ -250,8 +250,8 @@ def test_a_plan_counts_what_a_run_without_backward_reads_and_writes(restore, par
         residency.store.settle()
         moved.append(residency.moved_bytes)
     (written, read), (written_later, read_later) = moved[2], moved[4]
-    held = Held(None, "ram", residency.limit_bytes)
-    found = hold(counted, held, 1 << 30, on_host=True)
+    held = StatePlacement(None, "ram", residency.limit_bytes)
+    found = place_state(counted, held, 1 << 30, on_host=True)
     predicted_written, predicted_read = (each["ram"] for each in moved_bytes(found))
     assert residency.total_bytes == total
     block = least_weights(counted)
@@ -263,7 +263,7 @@ def test_a_plan_counts_what_a_run_without_backward_reads_and_writes(restore, par
     assert 0.98 * predicted_read <= (read_later - read) / 2 <= predicted_read + more
     copies = counted.copy_bytes
     assert copies == (total if restore == "pristine" else 0)
-    without = hold(dataclasses.replace(counted, copy_bytes=0), held, 1 << 30, on_host=True)
+    without = place_state(dataclasses.replace(counted, copy_bytes=0), held, 1 << 30, on_host=True)
     assert found.base_bytes == without.base_bytes - copies
     session.detach()
 
@@ -273,8 +273,8 @@ def test_a_plan_lets_weights_leave_in_a_mode_without_gradients():
     assert (shape.allowed.state, shape.allowed.weights) == ("none", "ssd")
     inside = make_forecast(dataclasses.replace(shape, weights_place="none"), CARD)
     outside = make_forecast(shape, CARD)
-    assert outside.held.weights == "ssd"
-    assert inside.held.weights is None
+    assert outside.state_placement.weights == "ssd"
+    assert inside.state_placement.weights is None
     assert outside.solution.timeline.step_s > inside.solution.timeline.step_s
 
 

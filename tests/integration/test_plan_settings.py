@@ -110,7 +110,8 @@ def test_a_plan_for_an_accelerator_uses_a_drive_only_if_one_is_named():
     least, _ = forecast(ssd="5GB/s").frontier[0]
     unnamed = forecast(budget=least)
     assert unnamed.refusal is not None
-    assert all(choice.held.state != "ssd" and choice.held.weights != "ssd" for _, choice in unnamed.frontier)
+    placements = [choice.state_placement for _, choice in unnamed.frontier]
+    assert all("ssd" not in (one.state, one.weights) for one in placements)
     assert "ssd" in {row.name for row in unnamed.rows}
     for named in (
         forecast(budget=least, ssd="5GB/s"),
@@ -118,4 +119,4 @@ def test_a_plan_for_an_accelerator_uses_a_drive_only_if_one_is_named():
         forecast("offload.directory=/nvme", budget=least),
     ):
         assert named.refusal is None
-        assert "ssd" in (named.held.state, named.held.weights)
+        assert "ssd" in (named.state_placement.state, named.state_placement.weights)

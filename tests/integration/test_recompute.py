@@ -25,7 +25,7 @@ STEPS = 4
 
 
 @pytest.fixture(autouse=True)
-def machine_that_recomputes(machine_with_drive, short_search):
+def machine_that_recomputes(machine_with_drive):
     """A drive so slow that recomputing is always the better way."""
     machine_with_drive(1e6)
 

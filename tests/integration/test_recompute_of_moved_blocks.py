@@ -13,7 +13,6 @@ from hf_offload.transforms.rematerialization.apply import ElementwiseBlocks
 from tests.helpers.live_bytes import peak_live_bytes
 
 WIDTH, BLOCKS = 32, 6
-pytestmark = pytest.mark.usefixtures("short_search")
 
 
 class Block(GradientCheckpointingLayer):

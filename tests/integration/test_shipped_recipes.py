@@ -11,8 +11,8 @@ from hf_offload.forecast.workload import count_workload
 from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.planner import find_plan, make_problem
-from hf_offload.plan.search import smallest, uniform
+from hf_offload.plan.problem import make_problem
+from hf_offload.plan.search import smallest, solve, uniform
 from hf_offload.settings.recipe_files import recipe_names
 from hf_offload.settings.recipes import load_recipe
 from hf_offload.training.run import run_recipe
@@ -20,10 +20,7 @@ from tests.helpers.command_line import command
 from tests.helpers.shrunk_recipes import VOCABULARY, one_of_each, save_tokenizer, shrunk
 from tests.helpers.tables import rows
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # peft uses the older name
-    pytest.mark.usefixtures("short_search"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft uses the older name
 
 PASSES = "hf_offload.methods.mezo.blocks"
 WORDS = 2 * math.log(VOCABULARY)
@@ -103,7 +100,7 @@ def test_a_shipped_recipe_is_planned(name, tmp_path, tokenizer):
         return
     assert least < most
     tight = make_problem(footprint, hardware, (most + least) // 2)
-    assert tight.fits(find_plan(tight))
+    assert tight.fits(solve(tight))
 
 
 AUTO = [name for name in recipe_names() if load_recipe(name).offload.tier == "auto"]

@@ -67,7 +67,7 @@ def refusal_of(folder, model, inputs, **settings):
 
 
 @pytest.fixture(autouse=True)
-def machine(machine_with_drive, short_search):
+def machine(machine_with_drive):
     machine_with_drive(1e9)
 
 

@@ -25,7 +25,7 @@ MOVES = {
 
 
 @pytest.fixture(autouse=True)
-def known_machine(machine_with_drive, short_search):
+def known_machine(machine_with_drive):
     machine_with_drive(1e9)
 
 

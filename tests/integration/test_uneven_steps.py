@@ -13,9 +13,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_offload import OffloadConfig, attach
 from hf_offload.engine.hooks import Engine
 from hf_offload.errors import OffloadPlanError
-from hf_offload.planning.excess import Excess
+from hf_offload.planning.batch_shape import shape_of
 from hf_offload.planning.measuring import StepMeter
-from hf_offload.planning.situation import situation_of
+from hf_offload.planning.shapes import OverBudget
 from hf_offload.state.gradients import has_gradient_here
 from hf_offload.state.optimizer import streaming_of
 from tests.helpers.tables import rows
@@ -49,7 +49,7 @@ class Trouble(Exception):
 
 
 @pytest.fixture(autouse=True)
-def known_machine(machine_with_drive, short_search):
+def known_machine(machine_with_drive):
     """Plans do not depend on how busy the machine is."""
     machine_with_drive(1e9)
 
@@ -123,7 +123,7 @@ def test_what_broke_off_is_no_part_of_what_is_measured(place, then, error, holds
         model(batch(length)).backward()
         model.zero_grad()
         session.end_step()
-        found.append((list(session._automatic._decisions._known), footprint_of(session)))
+        found.append((list(session._automatic._decisions._shapes.plans), footprint_of(session)))
         session.detach()
     assert found[0] == found[1]
 
@@ -137,7 +137,7 @@ def test_a_forward_without_gradients_after_one_that_broke_off_hides_nothing(tmp_
         model(batch())
     model(batch()).backward()
     session.end_step()
-    assert len(session.planned.situation.forwards) == 1
+    assert len(session.planned.shape.forwards) == 1
     session.detach()
 
 
@@ -182,7 +182,7 @@ def test_a_forward_in_a_handler_of_errors_did_not_break_off(tmp_path):
         other = model(batch())
         (one + other).backward()
         session.end_step()
-    assert len(session.planned.situation.forwards) == 2
+    assert len(session.planned.shape.forwards) == 2
     session.detach()
 
 
@@ -252,9 +252,9 @@ def test_gradients_on_a_tier_stay_there_in_the_next_micro_batch(set_to_none, cli
         session.end_step()
     assert streaming_of(optimizer) is not None
     assert max(seen) < 0.5 * weights  # the plan lets those of a layer stay
-    assert situation_of(model, (batch(16),), {}).gradient_bytes == (0 if set_to_none else weights)
+    assert shape_of(model, (batch(16),), {}).gradient_bytes == (0 if set_to_none else weights)
     model(batch(16)).backward()
-    assert situation_of(model, (batch(16),), {}).gradient_bytes == weights
+    assert shape_of(model, (batch(16),), {}).gradient_bytes == weights
     session.detach()
 
 
@@ -400,13 +400,13 @@ def test_the_micro_batch_that_needs_most_says_where_weights_and_state_are(budget
 
 
 def test_what_comes_twice_in_the_first_step_of_its_kind_was_not_known_either():
-    excess = Excess(100)
-    situation = situation_of(net(), (batch(),), {})
-    said = excess.of_step([(situation, None, 110), (situation, None, 110)])
+    warnings = OverBudget(100)
+    shape = shape_of(net(), (batch(),), {})
+    said = warnings.of_step([(shape, None, 110), (shape, None, 110)])
     assert len(said) == 1
     assert said[0].startswith("The first step of its kind")
-    assert excess.of_step([(situation, None, 110)])[0].startswith("A step took")
-    assert not excess.of_step([(situation, None, 110)])
+    assert warnings.of_step([(shape, None, 110)])[0].startswith("A step took")
+    assert not warnings.of_step([(shape, None, 110)])
 
 
 @pytest.mark.parametrize(

@@ -7,24 +7,15 @@ import pytest
 
 from hf_offload import OffloadConfig
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan import search
-from hf_offload.plan.choosing import choose, find_choice
-from hf_offload.plan.fitting import can_hold, least_memory
+from hf_offload.plan.choosing import can_hold, choose, least_memory
 from hf_offload.plan.footprint import Saved, Segment
 from hf_offload.plan.hardware import CARDS, Measurement, describe_hardware
-from hf_offload.plan.places import Allowed
 from hf_offload.plan.plan import Placement, safest_plan
-from hf_offload.plan.planner import make_problem, plan_of
-from hf_offload.plan.problem import smallest_budget
+from hf_offload.plan.problem import make_problem, plan_of, smallest_budget
+from hf_offload.plan.refusal import find_choice
 from hf_offload.plan.search import uniform
-from hf_offload.plan.sparing import sparing
+from hf_offload.plan.state_choices import Allowed
 from tests.helpers.handmade_footprints import MB, footprint_of
-
-
-@pytest.fixture(autouse=True)
-def short_search(monkeypatch):
-    """What is said of the choice does not depend on how long it is looked for."""
-    monkeypatch.setattr(search, "_SEARCH_WORK", 1500)
 
 
 def step_of(kept, less, seconds, more_s):
@@ -125,7 +116,7 @@ def test_where_anything_has_to_leave_it_is_on_if_memory_is_fast(hardware):
         assert plan.elementwise
     else:
         assert placed <= {Placement.KEEP, Placement.RAM, Placement.SSD}
-        assert len(placed) > 1
+        assert placed != {Placement.KEEP}
 
 
 @pytest.mark.parametrize("hardware", [FAST, SLOW])
@@ -153,9 +144,6 @@ def test_with_it_a_choice_over_all_kinds_keeps_its_limits(seed):
     found = choose(step, FAST, budget, Allowed())
     assert found.problem.fits(found.solution)
     assert found.problem.footprint.usual is not None
-    again = found.problem.play(found.solution.placements, found.solution.windows, "again").timeline
+    again = found.problem.play(found.solution.placements, found.solution.windows).timeline
     assert again.must_fit_bytes <= found.problem.limit_bytes
     assert again.step_s == found.step_s
-    spared = sparing(found, step, FAST, budget, Allowed())
-    assert spared.problem.footprint.usual is not None
-    assert spared.problem.fits(spared.solution)

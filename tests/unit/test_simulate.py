@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from hf_offload.plan.footprint import Transfer
-from hf_offload.plan.holding import GRADIENTS, STATE, WEIGHTS
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.simulate import likely_peak, simulate
+from hf_offload.plan.state_placement import GRADIENTS, STATE, WEIGHTS
 from hf_offload.plan.timeline import Channel, Windows
 from tests.helpers.handmade_footprints import MB, footprint_of
 
@@ -225,7 +225,7 @@ def test_of_the_room_that_is_left_in_a_window_a_quarter_is_likely_to_be_used():
         transfers=(Transfer(WEIGHTS, "layers.1", "ssd", 8 * MB, 1, loads=True),),
         transfer_windows={WEIGHTS: 40 * MB},
         transfer_spares={WEIGHTS: 0},
-        passing_bytes=40 * MB,
+        in_flight_bytes=40 * MB,
     )
     placements = dict.fromkeys(footprint.units, Placement.KEEP)
     likely = likely_peak(footprint, placements, {"ssd": Channel(1e9, 1e9)}, NARROW)

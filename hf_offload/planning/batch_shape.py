@@ -1,4 +1,4 @@
-"""What the memory of a micro-batch depends on, so far as it can be seen when it begins: what a plan is known for.
+"""What the memory of a micro-batch depends on, as far as it can be seen when it begins: what plans are made for.
 
 A micro-batch is what one backward is for: usually one forward of the model, or several whose losses are added up.
 """
@@ -15,14 +15,14 @@ from torch.nn.parameter import is_lazy
 from hf_offload.state.gradients import gradient_of, has_gradient
 from hf_offload.tensors import nbytes_of
 
-Shapes = tuple[tuple[str, tuple[Any, ...]], ...]
+Inputs = tuple[tuple[str, tuple[Any, ...]], ...]
 
 # Inputs inside of inputs are looked for so deep.
 _MAX_DEPTH = 6
 
 
 @dataclasses.dataclass(frozen=True)
-class Situation:
+class BatchShape:
     """The inputs' shapes of every forward of a micro-batch, what is trained, and the gradients that are there already.
 
     Attributes:
@@ -36,7 +36,7 @@ class Situation:
         training: Whether the model is in training mode.
     """
 
-    forwards: tuple[Shapes, ...]
+    forwards: tuple[Inputs, ...]
     trainable: int
     gradient_bytes: int
     weight_bytes: int
@@ -63,15 +63,15 @@ class Situation:
         """By this, one that needs more memory comes after one that needs less."""
         return self.elements, self.gradient_bytes
 
-    def joined(self, other: "Situation") -> "Situation":
+    def joined(self, other: "BatchShape") -> "BatchShape":
         """The micro-batch goes on with the forward of ``other``."""
         return dataclasses.replace(self, forwards=self.forwards + other.forwards)
 
-    def begins(self, other: "Situation") -> bool:
+    def begins(self, other: "BatchShape") -> bool:
         """Whether ``other`` is this micro-batch, or goes on as it began, and has no less else."""
         return self._no_less_else(other) and self.forwards == other.forwards[: len(self.forwards)]
 
-    def fits_into(self, other: "Situation") -> bool:
+    def fits_into(self, other: "BatchShape") -> bool:
         """Whether everything is there in ``other``, and no smaller in any dimension."""
         return (
             self._no_less_else(other)
@@ -79,7 +79,7 @@ class Situation:
             and all(map(_fits_into, self.forwards, other.forwards))
         )
 
-    def _no_less_else(self, other: "Situation") -> bool:
+    def _no_less_else(self, other: "BatchShape") -> bool:
         return (
             self.training == other.training
             and self.autocast == other.autocast
@@ -89,8 +89,8 @@ class Situation:
         )
 
 
-def situation_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Situation:
-    """The situation in which a forward of ``model`` begins with these inputs."""
+def shape_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchShape:
+    """The batch shape of a forward of ``model`` that begins with these inputs."""
     shapes = tuple(_shapes(({str(index): value for index, value in enumerate(args)} | dict(kwargs)), ""))
     trainable, gradients, weights = 0, 0, sum(map(nbytes_of, model.buffers()))
     device = "cpu"
@@ -102,7 +102,7 @@ def situation_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
             found = gradient_of(parameter)
             gradients += nbytes_of(parameter if found is None else found)
     autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
-    return Situation((shapes,), trainable, gradients, weights, autocast, model.training)
+    return BatchShape((shapes,), trainable, gradients, weights, autocast, model.training)
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
@@ -155,7 +155,7 @@ def _is_shape(shape: tuple[Any, ...]) -> bool:
     return not any(isinstance(size, str) for size in shape)
 
 
-def _fits_into(shapes: Shapes, other: Shapes) -> bool:
+def _fits_into(shapes: Inputs, other: Inputs) -> bool:
     return [name for name, _ in shapes] == [name for name, _ in other] and all(
         one == two or (len(one) == len(two) and _is_shape(one) and _is_shape(two) and all(map(int.__le__, one, two)))
         for (_, one), (_, two) in zip(shapes, other, strict=True)

@@ -3,7 +3,7 @@
 import pytest
 
 from hf_offload.plan.hardware import describe_hardware
-from hf_offload.planning.overhead import Overhead
+from hf_offload.planning.step_time import Overhead
 
 
 class Told:

@@ -5,11 +5,13 @@ all that is left to be played.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from hf_offload.plan.footprint import BlockSpan, Column, Footprint, Mask, SavedColumns
+from hf_offload.plan.columns import Column, Mask, SavedColumns
+from hf_offload.plan.footprint import BlockSpan, Footprint
 from hf_offload.plan.plan import Placement
 
 RELEASED, TRANSFERRED, RECOMPUTED, PACKED, GONE, NEEDED = range(6)
@@ -50,7 +52,7 @@ class Item:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Course:
+class Schedule:
     """A step before it is played.
 
     Attributes:
@@ -65,6 +67,7 @@ class Course:
         held_bytes: In each segment, what the engine holds of saved bytes that stay in memory.
         largest_bytes: The largest saved bytes.
         staying: The numbers of what stays in memory as long as autograd holds it.
+        alone_bytes: In each segment, saved bytes that stay and nothing else holds, less what is idle there of ``base_bytes``.
     """
 
     events: Iterator[tuple[int, int, int]]
@@ -77,10 +80,18 @@ class Course:
     held_bytes: list[int]
     largest_bytes: int
     staying: list[int]
+    alone_bytes: list[int]
+
+    def in_order(self) -> list[Item]:
+        """``items`` as backward asks for them; what it never asks for comes last, from the end."""
+        return sorted(
+            self.items,
+            key=lambda item: (item.needed, 0) if item.is_asked_for else (math.inf, -item.number),
+        )
 
 
-def course_of(footprint: Footprint, placements: Mapping[str, Placement]) -> Course:
-    """The course of a step. ``placements`` names every unit of the footprint."""
+def schedule_of(footprint: Footprint, placements: Mapping[str, Placement]) -> Schedule:
+    """The schedule of a step. ``placements`` names every unit of the footprint."""
     spans = [span for span in footprint.blocks if placements.get(span.name, Placement.KEEP).recomputes]
     rows = _rows(footprint, spans, placements)
     staying, segments, end = rows.saved.where(~rows.moves), footprint.segment_columns, len(footprint.segments)
@@ -91,7 +102,7 @@ def course_of(footprint: Footprint, placements: Mapping[str, Placement]) -> Cour
     dropped = footprint.dropped_bytes(spans)
     idle = footprint.idle_bytes
     memory = footprint.base_bytes + segments.live_bytes + resident - dropped - idle
-    return Course(
+    return Schedule(
         events=_events(footprint, rows, spans),
         items=_items(footprint, rows, placements, np.cumsum(released)),
         recomputed={span.backward: span for span in spans},
@@ -102,6 +113,7 @@ def course_of(footprint: Footprint, placements: Mapping[str, Placement]) -> Cour
         held_bytes=np.cumsum(packed - released).tolist(),
         largest_bytes=int(rows.saved.nbytes[(rows.number >= 0) | rows.moves].max(initial=0)),
         staying=rows.number[(rows.number >= 0) & ~rows.moves].tolist(),
+        alone_bytes=(resident - dropped - idle).tolist(),
     )
 
 

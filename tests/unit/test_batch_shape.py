@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import BatchEncoding
 
-from hf_offload.planning.situation import situation_of, tensors_in
+from hf_offload.planning.batch_shape import shape_of, tensors_in
 
 
 @dataclasses.dataclass
@@ -28,8 +28,8 @@ class Holder:
         self.tensor = tensor
 
 
-def situation(*args, model=None, **kwargs):
-    return situation_of(model or nn.Linear(4, 4), args, kwargs)
+def shape(*args, model=None, **kwargs):
+    return shape_of(model or nn.Linear(4, 4), args, kwargs)
 
 
 def long(rows=8):
@@ -57,7 +57,7 @@ NESTINGS = [
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 @pytest.mark.parametrize("nest", NESTINGS)
 def test_tensors_count_wherever_they_are(nest):
-    large, small = (situation(nest(torch.ones(rows, 4))) for rows in (8, 2))
+    large, small = (shape(nest(torch.ones(rows, 4))) for rows in (8, 2))
     assert large != small
     assert small.fits_into(large)
     assert not large.fits_into(small)
@@ -66,41 +66,41 @@ def test_tensors_count_wherever_they_are(nest):
 
 
 def test_names_count_and_switches_but_no_numbers_and_words():
-    assert not situation(a=long()).fits_into(situation(b=long()))
-    assert not situation(long(), output_attentions=True).fits_into(situation(long(), output_attentions=False))
-    # Else every step would be another situation:
-    assert situation(long(), step=1, path="1.png") == situation(long(), step=2, path="2.png")
+    assert not shape(a=long()).fits_into(shape(b=long()))
+    assert not shape(long(), output_attentions=True).fits_into(shape(long(), output_attentions=False))
+    # Else every step would be another shape:
+    assert shape(long(), step=1, path="1.png") == shape(long(), step=2, path="2.png")
 
 
 def test_types_count():
-    assert situation(long()) != situation(long().bfloat16())
-    assert not situation(long().bfloat16()).fits_into(situation(long()))
+    assert shape(long()) != shape(long().bfloat16())
+    assert not shape(long().bfloat16()).fits_into(shape(long()))
 
 
 def test_lengths_of_lists_count():
-    large, small = (situation([[1] * rows, [2]]) for rows in (8, 2))
+    large, small = (shape([[1] * rows, [2]]) for rows in (8, 2))
     assert small.fits_into(large)
     assert not large.fits_into(small)
 
 
 def test_autocast_counts():
-    without = situation(long())
+    without = shape(long())
     with torch.autocast("cpu", torch.bfloat16):
-        beside = situation(long())
+        beside = shape(long())
     assert not without.fits_into(beside)
     assert not beside.fits_into(without)
 
 
 def test_larger_weights_count():
     model = nn.BatchNorm1d(4)
-    small = situation(long(), model=model)
-    large = situation(long(), model=model.double())
+    small = shape(long(), model=model)
+    large = shape(long(), model=model.double())
     assert small.fits_into(large)
     assert not large.fits_into(small)
 
 
 def test_arrays_count():
-    large, small = (situation(np.ones((rows, 4))) for rows in (8, 2))
+    large, small = (shape(np.ones((rows, 4))) for rows in (8, 2))
     assert small.fits_into(large)
     assert not large.fits_into(small)
 
@@ -108,23 +108,23 @@ def test_arrays_count():
 def test_sparse_gradients_count():
     model = nn.Embedding(10, 4, sparse=True)
     model(torch.tensor([1, 2, 2])).sum().backward()
-    assert situation(long(), model=model).gradient_bytes >= 3 * 4 * 4
+    assert shape(long(), model=model).gradient_bytes >= 3 * 4 * 4
 
 
 def test_what_is_trained_counts():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    all_of_it = situation(long(), model=model)
+    all_of_it = shape(long(), model=model)
     model[0].requires_grad_(False)
-    half = situation(long(), model=model)
+    half = shape(long(), model=model)
     assert half.fits_into(all_of_it)
     assert not all_of_it.fits_into(half)
 
 
 def test_gradients_that_are_there_count():
     model = nn.Linear(4, 4)
-    without = situation(long(), model=model)
+    without = shape(long(), model=model)
     model(long()).sum().backward()
-    beside = situation(long(), model=model)
+    beside = shape(long(), model=model)
     assert beside.gradient_bytes == 4 * (16 + 4)
     assert without.fits_into(beside)
     assert without.begins(beside)
@@ -132,10 +132,10 @@ def test_gradients_that_are_there_count():
 
 
 def test_further_forwards_of_a_micro_batch():
-    first, both = situation(long()), situation(long()).joined(situation(long(4)))
+    first, both = shape(long()), shape(long()).joined(shape(long(4)))
     assert first.begins(both)
     assert first.fits_into(both)
     assert not both.fits_into(first)
-    assert situation(long()).joined(situation(long(2))).fits_into(both)
-    assert not situation(long()).joined(situation(long(2))).begins(both)
+    assert shape(long()).joined(shape(long(2))).fits_into(both)
+    assert not shape(long()).joined(shape(long(2))).begins(both)
     assert both.elements == 4 * (8 + 4)

@@ -11,19 +11,18 @@ from collections.abc import Iterator, Sequence
 
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.holding import (
+from hf_offload.plan.problem import Problem, Solution, make_problem
+from hf_offload.plan.state_placement import (
     IN_MEMORY,
-    Held,
+    StatePlacement,
     has_no_backward,
-    hold,
     least_weights,
     moved_bytes,
     snapshot_bytes,
     tier_bytes,
     units_in_order,
 )
-from hf_offload.plan.planner import make_problem
-from hf_offload.plan.problem import Problem, Solution
+from hf_offload.plan.state_transfers import place_state
 
 _SHARES = 8
 """Weights that stay are tried in so many steps."""
@@ -37,7 +36,7 @@ class Allowed:
 
     Attributes:
         state, weights: Where gradients and state, and weights, may be.
-        in_backward, keeps_gradients: As in :class:`Held`.
+        in_backward, keeps_gradients: As in :class:`StatePlacement`.
         may_recompute: Whether blocks may be recomputed in backward.
         now: Where a running training has them, and the footprint is taken so; None before it. What has left memory stays out
             of it, but how many bytes of weights are in memory may change, unless ``weights`` is ``"none"``.
@@ -54,20 +53,20 @@ class Allowed:
     in_backward: bool = False
     keeps_gradients: bool = False
     may_recompute: bool = True
-    now: Held | None = None
+    now: StatePlacement | None = None
     written_bytes: int | None = None
     snapshots: int = 0
     snapshots_of_trained: bool = False
     is_measured: bool = True
     must_stay: bool = False
-    refused: frozenset[Held] = frozenset()
+    refused: frozenset[StatePlacement] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """Where weights, gradients and state are, and the plan for the activations with them."""
 
-    held: Held
+    state_placement: StatePlacement
     problem: Problem
     solution: Solution
 
@@ -82,27 +81,29 @@ class Choice:
         return dataclasses.replace(self, solution=self.problem.named(self.solution))
 
 
-def ways(footprint: Footprint, hardware: Hardware, allowed: Allowed, width: int = 1) -> Iterator[Held]:
+def state_placements(
+    footprint: Footprint, hardware: Hardware, allowed: Allowed, width: int = 1
+) -> Iterator[StatePlacement]:
     """What may be where: as it is, and then the others, everything in memory first if that is allowed. ``width``: of the
     windows of gradients and state in these.
     """
-    for found in _ways(footprint, hardware, allowed, width):
-        if found == allowed.now or not any(_holds_no_less(footprint, found, one) for one in allowed.refused):
+    for found in _all_placements(footprint, hardware, allowed, width):
+        if found == allowed.now or not any(_leaves_no_more(footprint, found, one) for one in allowed.refused):
             yield found
 
 
-def _holds_no_less(footprint: Footprint, held: Held, other: Held) -> bool:
-    """Whether all that is in memory in ``other`` is so in ``held``."""
-    state = held.state is None or (other.state is not None and held.staying >= other.staying)
-    return state and _weights_there(footprint, held) >= _weights_there(footprint, other)
+def _leaves_no_more(footprint: Footprint, placement: StatePlacement, other: StatePlacement) -> bool:
+    """Whether all that is in memory in ``other`` is so in ``placement``."""
+    state = placement.state is None or (other.state is not None and placement.staying >= other.staying)
+    return state and _weights_there(footprint, placement) >= _weights_there(footprint, other)
 
 
-def _weights_there(footprint: Footprint, held: Held) -> int:
+def _weights_there(footprint: Footprint, placement: StatePlacement) -> int:
     total = sum(one.weight_bytes for one in footprint.weights.values())
-    return total if held.weights is None else min(total, held.weights_bytes)
+    return total if placement.weights is None else min(total, placement.weights_bytes)
 
 
-def _ways(footprint: Footprint, hardware: Hardware, allowed: Allowed, width: int) -> Iterator[Held]:
+def _all_placements(footprint: Footprint, hardware: Hardware, allowed: Allowed, width: int) -> Iterator[StatePlacement]:
     total = sum(one.weight_bytes for one in footprint.weights.values())
     least = min(least_weights(footprint), total)
     trained = sum(one.trained_bytes for one in footprint.weights.values())
@@ -111,14 +112,14 @@ def _ways(footprint: Footprint, hardware: Hardware, allowed: Allowed, width: int
         yield now
     if allowed.must_stay:
         return
-    states = _places(allowed.state, hardware) if trained else [None]
-    places = _places(allowed.weights, hardware) if total else [None]
+    states = _tiers(allowed.state, hardware) if trained else [None]
+    tiers = _tiers(allowed.weights, hardware) if total else [None]
     for state in states if now.state is None else [now.state]:
         stays = list(_staying(footprint, state, allowed, width))
-        for weights in places if now.weights is None else [now.weights]:
+        for weights in tiers if now.weights is None else [now.weights]:
             if weights is None:
                 for staying, wide in stays:
-                    found = Held(state, None, 0, allowed.in_backward, allowed.keeps_gradients, staying, wide)
+                    found = StatePlacement(state, None, 0, allowed.in_backward, allowed.keeps_gradients, staying, wide)
                     if not now.moves or found != now:
                         yield found
                 continue
@@ -133,7 +134,9 @@ def _ways(footprint: Footprint, hardware: Hardware, allowed: Allowed, width: int
             for share in range(_SHARES - (now.weights is None), -1, -1):
                 there = least + (total - least) * share // _SHARES
                 for staying, wide in stays if there == total else [(frozenset[str](), stays[-1][1])]:
-                    found = Held(state, weights, there, allowed.in_backward, allowed.keeps_gradients, staying, wide)
+                    found = StatePlacement(
+                        state, weights, there, allowed.in_backward, allowed.keeps_gradients, staying, wide
+                    )
                     if found != now:
                         yield found
 
@@ -157,7 +160,7 @@ def _staying(
     yield frozenset() if may_stay or state is None else now.staying, 1 if state is None else width
 
 
-def _places(allowed: str, hardware: Hardware) -> Sequence[str | None]:
+def _tiers(allowed: str, hardware: Hardware) -> Sequence[str | None]:
     tiers = [tier for tier in ("ram", "ssd") if tier in hardware.store_bytes_per_s]
     if hardware.device == "cpu":
         tiers = [tier for tier in tiers if tier != "ram"]
@@ -166,15 +169,17 @@ def _places(allowed: str, hardware: Hardware) -> Sequence[str | None]:
     return [None if allowed == "none" else allowed]
 
 
-def problem_of(footprint: Footprint, hardware: Hardware, budget_bytes: int, held: Held, allowed: Allowed) -> Problem:
+def problem_of(
+    footprint: Footprint, hardware: Hardware, budget_bytes: int, placement: StatePlacement, allowed: Allowed
+) -> Problem:
     """What is left to be placed: activations, in the memory and the room that the rest leaves."""
     on_host = hardware.device == "cpu"
-    found = hold(footprint.plain, held, budget_bytes, on_host, allowed.now or IN_MEMORY)
+    found = place_state(footprint.plain, placement, budget_bytes, on_host, allowed.now or IN_MEMORY)
     if any(one.tier not in hardware.store_bytes_per_s for one in found.transfers):  # else with what is known of it
         transfers = tuple(one for one in found.transfers if one.tier in hardware.store_bytes_per_s)
         found = dataclasses.replace(found, transfers=transfers)
     problem = make_problem(found, hardware, budget_bytes, may_recompute=allowed.may_recompute)
-    taken = tier_bytes(footprint, held)
+    taken = tier_bytes(footprint, placement)
     snapshots = snapshot_bytes(
         footprint.plain, allowed.now or IN_MEMORY, allowed.snapshots, allowed.snapshots_of_trained
     )

@@ -1,0 +1,355 @@
+"""The plan for a batch shape, and what it was predicted to do: from a measured micro-batch, a machine and a budget."""
+
+import dataclasses
+import logging
+from collections.abc import Iterable
+
+from hf_offload.errors import OffloadPlanError
+from hf_offload.plan.choosing import everything_stays, least_memory, may_hold
+from hf_offload.plan.footprint import Footprint
+from hf_offload.plan.hardware import Hardware
+from hf_offload.plan.plan import Placement, Plan
+from hf_offload.plan.problem import Problem, Solution, make_problem, plan_of, smallest_budget
+from hf_offload.plan.refusal import find_choice
+from hf_offload.plan.simulate import likely_peak
+from hf_offload.plan.state_choices import Allowed, Choice, problem_of
+from hf_offload.plan.state_placement import IN_MEMORY, StatePlacement, moved_bytes
+from hf_offload.plan.timeline import Windows
+from hf_offload.planning.batch_shape import BatchShape
+from hf_offload.ranks import Ranks
+from hf_offload.settings.sizes import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_MOST_CORRECTIONS = 3
+# What is no faster than this is not worth another plan, and another look at it.
+_GAIN = 1.05
+# Of what a measured step would take with everything kept: what is named as enough for it.
+_NAMED = 1.02
+
+
+def say(ranks: Ranks, level: int, message: str, *values: object) -> None:
+    """What all processes have decided, said by one of them."""
+    if ranks.is_first:
+        logger.log(level, message, *values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What the plans of a run are made for.
+
+    Attributes:
+        ranks: The processes that run under one plan.
+    """
+
+    budget_bytes: int
+    hardware: Hardware
+    allowed: Allowed
+    ranks: Ranks
+
+
+@dataclasses.dataclass
+class Prediction:
+    """What a plan was predicted to do, and what it did.
+
+    Attributes:
+        peak_bytes: Most bytes of tensors alive at once, weights and optimizer state included.
+        step_s: Time of a whole step.
+        fixed_bytes: Weights, buffers and optimizer state: what no plan can move.
+        measured_peak_bytes: The same, measured in one step under the plan; None before that step.
+        measured_step_s: Times of the steps under the plan, the first one left out.
+    """
+
+    peak_bytes: int
+    step_s: float
+    fixed_bytes: int
+    measured_peak_bytes: int | None = None
+    measured_step_s: list[float] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class ShapePlan:
+    """The plan for one batch shape.
+
+    Attributes:
+        footprint: The measured micro-batch that it was made of.
+        state_placement: Where weights, gradients and state are to be.
+        correction_bytes: How much less than the budget it was made for.
+        corrections: How many plans of the same micro-batch came before it.
+        steps: How many ran under it.
+        pace: Time of compute as a ratio to what was measured at first.
+        followed: Predicted time as a ratio to what it was when another plan was looked for last.
+        fixed: The plan that keeps everything of a step that cannot be simulated; None where it was found by simulating.
+        exceeds: Whether it does not fit the budget, which no plan does.
+    """
+
+    shape: BatchShape
+    footprint: Footprint
+    problem: Problem
+    solution: Solution
+    state_placement: StatePlacement
+    prediction: Prediction
+    correction_bytes: int = 0
+    corrections: int = 0
+    steps: int = 0
+    pace: float = 1.0
+    followed: float = 1.0
+    fixed: Plan | None = None
+    exceeds: bool = False
+
+    @classmethod
+    def made_of(cls, shape: BatchShape, footprint: Footprint, choice: Choice, peak_bytes: int) -> "ShapePlan":
+        """The plan that ``choice`` is, with this predicted peak."""
+        prediction = Prediction(peak_bytes, 0.0, footprint.base_bytes)
+        found = cls(shape, footprint, choice.problem, choice.solution, choice.state_placement, prediction)
+        prediction.step_s = found.micro_batch_s + footprint.optimizer_step_s
+        return found
+
+    def is_for(self, shape: BatchShape) -> bool:
+        """Whether it was made for ``shape``, and not for a larger one."""
+        return shape.begins(self.shape)
+
+    @property
+    def step(self) -> Footprint:
+        """The step with everything in memory, with recompute of elementwise operations if the plan has that."""
+        reduced = self.footprint.reduced if self.problem.footprint.usual is not None else None
+        return reduced or self.footprint.plain
+
+    @property
+    def compute_s(self) -> float:
+        """Predicted time of a micro-batch without the optimizer's, and without waiting."""
+        return self.step.step_s - self.step.optimizer_step_s + self.solution.timeline.recompute_s
+
+    @property
+    def micro_batch_s(self) -> float:
+        """Predicted time of a micro-batch without the optimizer's."""
+        return self.solution.timeline.step_s - self.footprint.optimizer_step_s
+
+    @property
+    def reason(self) -> str:
+        """What is placed where, in words, and what that is predicted to need."""
+        counts: dict[Placement, int] = {}
+        for unit, placement in self.solution.placements.items():
+            if self.footprint.saved_bytes[unit]:
+                counts[placement] = counts.get(placement, 0) + 1
+        placed = ", ".join(f"{count} units {placement.value}" for placement, count in counts.items())
+        prediction = self.prediction
+        return f"{placed}; predicted {format_bytes(prediction.peak_bytes)} and {prediction.step_s:.2f} s a step"
+
+    def plan_like(self, safest: Plan) -> Plan:
+        """The engine's plan; what this does not say is as in ``safest``."""
+        if self.fixed is not None:
+            return dataclasses.replace(self.fixed, reason=self.reason)
+        return plan_of(self.problem, self.solution, safest, self.reason)
+
+    # -- corrections --------------------------------------------------------------------------------------------------
+
+    def corrected(self, peak_bytes: int, terms: Terms) -> "ShapePlan | None":
+        """Another plan for the same micro-batch, if its step broke the budget, or if another is faster by what was measured.
+        Where this one stays, since no other fits or is faster, its prediction is corrected.
+        """
+        if self.exceeds:
+            self.follow_pace(terms)
+            return None
+        # The first step was a cold one: caches, the allocator's heap and page tables have been filled since.
+        # And what is looked at is slowed down by looking, so the pace is that of steps that were not.
+        footprint, present, peak = self._present(terms)
+        step_s = present.timeline.step_s
+        more, needed = peak_bytes - terms.budget_bytes, format_bytes(peak_bytes)
+        may_correct = self.corrections < _MOST_CORRECTIONS
+        if more > 0 and not may_correct:
+            text = "A step still needs %s after %d corrections of its plan."
+            say(terms.ranks, logging.INFO, text, needed, self.corrections)
+        elif more > 0:
+            say(terms.ranks, logging.INFO, "The step needed %s, more than the budget: planning again.", needed)
+        elif not may_correct or step_s <= _GAIN * footprint.step_s:
+            self._stay(footprint, present, peak)  # no plan takes less than all of its compute
+            return None
+        less = self.correction_bytes + (more if more > 0 and may_correct else 0)
+        try:
+            other = planned(self.shape, footprint, terms, less=less, corrections=self.corrections + 1)
+        except OffloadPlanError as error:
+            say(terms.ranks, logging.INFO, "The step needed %s, and no other plan needs less. %s", needed, error)
+            self.corrections = _MOST_CORRECTIONS
+            return None
+        if may_correct and (more > 0 or step_s > _GAIN * other.solution.timeline.step_s):
+            return other
+        self._stay(footprint, present, peak)
+        return None
+
+    def follow_pace(self, terms: Terms) -> None:
+        """Correct the prediction by the pace of steps and the rates that were reached; the plan stays."""
+        before_s = self.solution.timeline.step_s
+        self._stay(*self._present(terms))
+        self.followed *= self.solution.timeline.step_s / before_s
+
+    def _present(self, terms: Terms) -> tuple[Footprint, Solution, int]:
+        """The measured micro-batch at the present pace, and the plan at that pace and at present rates, with its peak."""
+        footprint = self.footprint.at_pace(self.pace)
+        self.pace = 1.0
+        step = footprint if self.problem.footprint.usual is None else footprint.reduced
+        assert step is not None, "the plan was made of it"
+
+        def play() -> tuple[Solution, int]:
+            problem = problem_of(step, terms.hardware, terms.budget_bytes, self.state_placement, terms.allowed)
+            solution = problem.play(self.solution.placements, self.solution.windows)
+            return solution, _peak_of(problem, solution)
+
+        # Each process has rates of its own: the first one's count, or they would not decide alike.
+        return footprint, *terms.ranks.first(play)
+
+    def _stay(self, footprint: Footprint, solution: Solution, peak_bytes: int) -> None:
+        self.prediction.step_s += solution.timeline.step_s - self.solution.timeline.step_s
+        self.footprint, self.solution = footprint, solution
+        # What is on its way at the rates that were reached: faster tiers have less of it, and slower ones more.
+        peak = self.correction_bytes + peak_bytes
+        self.prediction.peak_bytes = max(peak, self.prediction.measured_peak_bytes or 0)
+
+
+def planned(shape: BatchShape, footprint: Footprint, terms: Terms, *, less: int = 0, corrections: int = 0) -> ShapePlan:
+    """The plan for a measured micro-batch, with ``less`` bytes less than the budget, over all that is allowed.
+
+    Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small.
+    """
+    choice = terms.ranks.first(lambda: find_choice(footprint, terms.hardware, terms.budget_bytes, terms.allowed, less))
+    found = ShapePlan.made_of(shape, footprint, choice, _peak_of(choice.problem, choice.solution) + less)
+    found.correction_bytes, found.corrections = less, corrections
+    return found
+
+
+def planned_with_more_state(before: ShapePlan, nbytes: int, terms: Terms) -> ShapePlan:
+    """The plan for the same micro-batch, with ``nbytes`` more of optimizer state.
+
+    Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small.
+    """
+    measured = before.footprint
+    footprint = dataclasses.replace(
+        measured, base_bytes=measured.base_bytes + nbytes, state_bytes=measured.state_bytes + nbytes
+    )
+    return planned(before.shape, footprint, terms, less=before.correction_bytes, corrections=before.corrections)
+
+
+def planned_over_budget(shape: BatchShape, footprint: Footprint, terms: Terms) -> ShapePlan:
+    """The plan that needs the least memory, for a budget that none fits into. Weights and state stay where they are."""
+    allowed = dataclasses.replace(terms.allowed, must_stay=True)
+    choice = terms.ranks.first(lambda: least_memory(footprint, terms.hardware, terms.budget_bytes, allowed))
+    found = ShapePlan.made_of(shape, footprint, choice, _peak_of(choice.problem, choice.solution))
+    found.exceeds = True
+    return found
+
+
+def planned_if_kept(shape: BatchShape, footprint: Footprint, terms: Terms, plan: Plan) -> ShapePlan | None:
+    """The plan that keeps everything of a micro-batch whose graph backward walks more than once; None if that may not fit.
+
+    How long a tensor is needed then is not known. Everything that is saved fits next to all else, which is enough.
+    """
+    problem, kept = make_problem(footprint, terms.hardware, terms.budget_bytes), _most_if_kept(footprint)
+    if kept > problem.limit_bytes:
+        return None
+    timeline = dataclasses.replace(problem.kept.timeline, peak_bytes=kept, must_fit_bytes=kept)
+    choice = Choice(IN_MEMORY, problem, dataclasses.replace(problem.kept, timeline=timeline))
+    found = ShapePlan.made_of(shape, footprint, choice, kept)
+    found.fixed = dataclasses.replace(plan, default=Placement.KEEP, placements={})
+    return found
+
+
+def _peak_of(problem: Problem, solution: Solution) -> int:
+    """What a step is predicted to need; what has to be there for it may be more."""
+    return likely_peak(problem.footprint, solution.placements, problem.channels, solution.windows)
+
+
+def _most_if_kept(footprint: Footprint) -> int:
+    """A step takes no more, however often backward walks its graph: whatever the windows were that it was measured with."""
+    alive = max(one.live_bytes + one.measured_bytes for one in footprint.segments)
+    return max(footprint.base_bytes + alive + sum(footprint.saved_bytes.values()), footprint.optimizer_peak_bytes)
+
+
+def check_writes(footprints: Iterable[Footprint], terms: Terms, plan: Plan) -> None:
+    """Raise :class:`~hf_offload.errors.OffloadPlanError` if a micro-batch of which ``plan`` moves everything writes more to
+    drives than a step may.
+    """
+    limit = terms.allowed.written_bytes
+    for footprint in footprints:
+        activations = sum(footprint.saved_bytes.values()) if plan.default.tier == "ssd" else 0
+        written = activations + moved_bytes(footprint)[0].get("ssd", 0)
+        if limit is not None and written > limit:
+            # What is on its way when most is alive differs from step to step.
+            needed = smallest_budget(int(_NAMED * _most_if_kept(footprint)))
+            raise OffloadPlanError(
+                f"max_step_write_bytes of {format_bytes(limit)} is too small: steps like this one are not planned, and "
+                f"everything moves, {format_bytes(written)} for each micro-batch. Set max_step_write_bytes to no less, or "
+                f"memory_budget to {needed >> 20} MiB, with which nothing moves where one thread trains; or have one "
+                "backward for all losses of a graph.",
+                needed,
+            )
+
+
+# -- steps that are measured: all that can be moved is moved, within the budget if that is possible -----------------------
+
+
+def windows_to_measure(known: ShapePlan, safest: Plan) -> Windows | None:
+    """Those to measure a step with that has a plan. It breaks no budget: None where nothing keeps it from that."""
+    # A plan that was measured as it is has no others.
+    return None if known.fixed is not None else windows_to_move_all(known.problem, safest)
+
+
+def windows_to_move_all(
+    problem: Problem, safest: Plan, more_bytes: int = 0, *, within_room: bool = True
+) -> Windows | None:
+    """The widest with which everything can be moved, ``more_bytes`` of the budget stay free, and, ``within_room``, no tier is
+    filled; None if there are none. Where those let any number of bytes wait to be written, no more may wait than in a first
+    step: how fast a drive is at the moment is not known.
+    """
+    moved = dict.fromkeys(problem.footprint.units, safest.default)
+    for windows in problem.windows:
+        solution = problem.play(moved, windows)
+        fits = solution.timeline.must_fit_bytes + more_bytes <= problem.limit_bytes
+        if fits and (not within_room or problem.has_room(solution)):
+            return windows if windows.write_behind_bytes < problem.limit_bytes else not_behind(windows, safest)
+    return None
+
+
+def not_behind(windows: Windows, safest: Plan) -> Windows:
+    """``windows`` in which no more waits to be written than ``safest`` lets wait."""
+    behind = min(windows.write_behind_bytes, safest.write_behind_bytes)
+    return dataclasses.replace(windows, write_behind_bytes=behind)
+
+
+def moving_all(safest: Plan, windows: Windows) -> Plan:
+    """``safest`` with other windows."""
+    return dataclasses.replace(
+        safest, read_ahead_bytes=windows.read_ahead_bytes, write_behind_bytes=windows.write_behind_bytes
+    )
+
+
+# -- steps that are measured once more, with recompute of elementwise operations ------------------------------------------
+
+
+def repeats_elementwise(footprint: Footprint, terms: Terms) -> bool:
+    """Whether a plan of this step has it by rule, and it was not measured so: something has to leave memory that is fast."""
+    return terms.ranks.first(
+        lambda: (
+            footprint.elementwise is None
+            and terms.hardware.repeats_elementwise
+            and not everything_stays(footprint, terms.hardware, terms.budget_bytes, terms.allowed)
+        )
+    )
+
+
+def may_fit_with_elementwise(footprint: Footprint, terms: Terms) -> bool:
+    """Whether anything could fit with it where nothing does without, and it was not measured so."""
+    is_alone = footprint.elementwise is None
+    return terms.ranks.first(
+        lambda: is_alone and may_hold(footprint, terms.hardware, terms.budget_bytes, terms.allowed)
+    )
+
+
+def windows_to_reduce(usual: Footprint, terms: Terms, safest: Plan, *, within_room: bool) -> Windows | None:
+    """Those to measure such a step with, of which ``usual`` was measured without. None if everything that moves, and what one
+    unit recomputes, is not within the budget, and of tiers if it is to be ``within_room``.
+    """
+    placement = terms.allowed.now or IN_MEMORY
+    problem = problem_of(usual, terms.hardware, terms.budget_bytes, placement, terms.allowed)
+    # What is recomputed of a unit is what it would have saved.
+    recomputed = (usual.saved_bytes[unit] for unit, block in usual.units.items() if block is not None)
+    return windows_to_move_all(problem, safest, max(recomputed, default=0), within_room=within_room)

@@ -1,0 +1,224 @@
+"""Time of training steps: of compute, of moving bytes, and next to what was predicted of them."""
+
+import collections
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from hf_offload.plan.hardware import Hardware
+from hf_offload.plan.state_placement import ACTIVATIONS, GRADIENTS, STATE, WEIGHTS
+from hf_offload.planning.model_state import ModelState
+from hf_offload.planning.shape_plan import ShapePlan
+
+_KINDS = (ACTIVATIONS, WEIGHTS, STATE, GRADIENTS)
+# Steps whose median is this far from the prediction correct it. The prediction follows the latest of them; another plan is
+# looked for after some, and each time after twice as many: a machine that has other work, too, is now fast and now slow.
+_OFF = 1.1
+_TIMED_STEPS = 3
+_LATEST_STEPS = 5
+
+
+class ObservedEngine(Protocol):
+    """What feedback needs of the engine."""
+
+    observer: Any
+
+    def resident_bytes(self) -> int:
+        """Bytes of saved tensors that it holds in memory now."""
+        ...
+
+    def resident_storages(self) -> Iterable[torch.UntypedStorage]:
+        """That memory."""
+        ...
+
+    def waited_s(self) -> float:
+        """Seconds it has kept the training waiting since the session began."""
+        ...
+
+    def bandwidth(self) -> Mapping[str, tuple[float, float]]:
+        """Bytes a second that each tier stored and loaded so far; zero where unknown."""
+        ...
+
+    def handled(self) -> tuple[float, int]:
+        """Seconds that the training's threads were busy with tensors that move, without waits, and bytes of these."""
+        ...
+
+    def made_graph(self) -> bool:
+        """Whether a backward has made a graph of itself since this was asked last."""
+        ...
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether another forward now joins those whose backward has not begun."""
+        ...
+
+
+class Overhead:
+    """The time in which the threads of one training do not compute.
+
+    A host that computes itself does nothing else while it prepares what moves: plans count on that for every byte. An
+    accelerator's kernels run meanwhile, and wait for bytes alone.
+    """
+
+    def __init__(self, engine: ObservedEngine, model_state: ModelState, device: str):
+        self._engine = engine
+        self._model_state = model_state
+        self._on_host = device == "cpu"
+        self.begin_step()
+        # Kind -> seconds and bytes, of usual steps and of those that were measured.
+        self._usual: dict[str, tuple[float, int]] = {}
+        self._measured: dict[str, tuple[float, int]] = {}
+
+    def seconds(self) -> float:
+        """All of it so far."""
+        if self._on_host:
+            return self._model_state.handled_s
+        return self._engine.waited_s() + self._model_state.waited_s
+
+    def begin_step(self) -> None:
+        """A step begins: what a new plan has moved since the last one ended belongs to neither."""
+        self._before = self._handled()
+
+    def end_step(self, is_measured: bool) -> None:
+        """A step has ended. While one is measured, all takes longer."""
+        now, before = self._handled(), self._before
+        self._before = now
+        found = self._measured if is_measured else self._usual
+        for kind, handled in now.items():
+            found[kind] = _added(found.get(kind, (0.0, 0)), handled, before.get(kind, (0.0, 0)))
+
+    def on(self, hardware: Hardware) -> Hardware:
+        """``hardware`` with it, and with the rates that its tiers have reached."""
+        store, load = dict(hardware.store_bytes_per_s), dict(hardware.load_bytes_per_s)
+        for tier, reached in self._engine.bandwidth().items():
+            for rates, rate in zip((store, load), reached, strict=True):
+                if rate > 0 and tier in rates:
+                    rates[tier] = dataclasses.replace(rates[tier], value=rate, source="measured")
+        return dataclasses.replace(hardware, store_bytes_per_s=store, load_bytes_per_s=load, busy_s=self.busy_s)
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """Seconds a byte, by kind: of usual steps, but no more than of those that were measured, or a plan that lets nothing
+        of a kind move after a step in which the machine was slow would never find out. What has not moved yet is taken to be
+        like the others.
+        """
+        found: dict[str, float] = {}
+        all_s, all_bytes = 0.0, 0
+        for kind in _KINDS:
+            both = [steps.get(kind, (0.0, 0)) for steps in (self._usual, self._measured)]
+            each = [(seconds / nbytes, seconds, nbytes) for seconds, nbytes in both if nbytes]
+            if each:
+                a_byte_s, seconds, nbytes = min(each)
+                found[kind] = max(0.0, a_byte_s)
+                all_s, all_bytes = all_s + seconds, all_bytes + nbytes
+        others = max(0.0, all_s / max(1, all_bytes))
+        return {kind: found.get(kind, others) for kind in _KINDS}
+
+    def _handled(self) -> Mapping[str, tuple[float, int]]:
+        if not self._on_host:
+            return {}
+        return {ACTIVATIONS: self._engine.handled(), **self._model_state.handled()}
+
+
+def _added(found: tuple[float, int], now: tuple[float, int], before: tuple[float, int]) -> tuple[float, int]:
+    return found[0] + now[0] - before[0], found[1] + now[1] - before[1]
+
+
+class StepClock:
+    """Times steps: all of one, and what of it was no waiting for bytes, which a plan counts on by itself."""
+
+    def __init__(self, waited_s: Callable[[], float]):
+        self._all_waited_s = waited_s
+        self._began_s: float | None = None
+        self._ended_s: float | None = None
+        self._waited_s = self._all_waited_at_end_s = 0.0
+
+    def start(self) -> bool:
+        """A step begins now, unless one is running. Whether it does."""
+        if self._began_s is not None:
+            return False
+        self._began_s, self._waited_s = time.perf_counter(), self._all_waited_s()
+        self._ended_s = None
+        return True
+
+    def mark_end(self) -> None:
+        """An optimizer has stepped: the step that is running, if any, has ended, unless another one does."""
+        if self._began_s is None:
+            return
+        self._ended_s, self._all_waited_at_end_s = time.perf_counter(), self._all_waited_s()
+
+    def stop(self) -> tuple[float, float] | None:
+        """Seconds of the step, and of its compute, until the last optimizer stepped, or until now if none did; None where no
+        step was running.
+        """
+        began = self._began_s
+        if began is None:
+            return None
+        if self._ended_s is None:
+            self.mark_end()
+        assert self._ended_s is not None
+        self._began_s = None
+        seconds = self._ended_s - began
+        return seconds, seconds - (self._all_waited_at_end_s - self._waited_s)
+
+
+class Pace:
+    """What steps under the present plans took, as ratios to what was predicted."""
+
+    def __init__(self) -> None:
+        # Of all steps since then: to what was predicted when another plan was looked for last.
+        self._timed: list[float] = []
+        # Time, and that of compute, to what is predicted now.
+        self._latest: collections.deque[tuple[float, float]] = collections.deque(maxlen=_LATEST_STEPS)
+        self._patience = _TIMED_STEPS
+
+    def add(self, main: ShapePlan, seconds: float, pace: float) -> float | None:
+        """A step with the prediction of ``main`` took ``seconds``, and its compute ``pace`` times as long as predicted.
+
+        Returns what steps take as a ratio to what was predicted, if it is time to look for another plan.
+        """
+        main.prediction.measured_step_s.append(seconds)
+        ratio = seconds / main.prediction.step_s
+        self._latest.append((ratio, pace))
+        self._timed.append(ratio * main.followed)
+        if len(self._timed) < self._patience:
+            return None
+        ratio = statistics.median(self._timed)
+        self._timed.clear()
+        if _agree(ratio):
+            return None
+        self._patience *= 2
+        return ratio
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the latest steps, of which a few may have been slow by chance, take what no prediction says, and compute
+        is why.
+        """
+        return not (_agree(statistics.median(ratio for ratio, _ in self._latest)) or _agree(self._of_latest))
+
+    def take(self) -> float:
+        """The pace of the latest steps' compute, from which predictions are made anew."""
+        pace = self._of_latest
+        self._latest.clear()
+        return pace
+
+    @property
+    def _of_latest(self) -> float:
+        """The median; as predicted where there are too few of them."""
+        if len(self._latest) < _TIMED_STEPS:
+            return 1.0
+        return statistics.median(pace for _, pace in self._latest)
+
+    def forget(self) -> None:
+        """There is another plan."""
+        self._timed.clear()
+        self._latest.clear()
+
+
+def _agree(ratio: float) -> bool:
+    return 1 / _OFF <= ratio <= _OFF
