@@ -208,7 +208,7 @@ def trains_in_budget(rank, folder, share, own=0, layers=4):
         plans.append(dict(session.plan.placements))
     found = {
         "losses": losses, "plans": plans, "begins": begins, "streams": streaming_of(optimizer) is not None,
-        "held": None if session.planned is None else session.planned.held,
+        "held": None if session.planned is None else session.planned.state_placement,
         "weights": [parameter.detach().clone() for parameter in model.parameters()],
     }  # fmt: skip
     session.detach()
