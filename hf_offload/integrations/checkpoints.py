@@ -16,7 +16,6 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_offload.optimizers.mezo import LOG_FILE
-from hf_offload.snapshots.disk import RECORD_FILE, read_record
 from hf_offload.snapshots.restoring import damage_on_disk
 
 logger = logging.getLogger(__name__)
@@ -59,11 +58,9 @@ def _damage(checkpoint: Path) -> Iterator[str]:
         found = _damage_of_file(path) if path.is_file() else None
         if found is not None:
             yield f"{path.relative_to(checkpoint)} {found}"
-    if RECORD_FILE in names:  # a snapshot's, with the checksums of its files
-        record = read_record(checkpoint / RECORD_FILE)
-        found = "is damaged" if record is None else damage_on_disk(record, checkpoint)
-        if found is not None:
-            yield f"{RECORD_FILE} {found}" if record is None else found
+    found = damage_on_disk(checkpoint)
+    if found is not None:
+        yield found
 
 
 def _missing_states(names: set[str], folders: bool) -> Iterator[str]:
