@@ -60,11 +60,11 @@ def main() -> None:
         else:
             _run_file(program)
     except OffloadError as error:
-        _note_exit(error.exit_code)
+        _note_failure()
         _exit_with(error, _line_of_script(error))
     except SystemExit as end:
         if end.code not in (None, 0):
-            _note_exit(end.code)
+            _note_failure()
             raise
     if not switch.offloaded_models:
         logger.warning(
@@ -97,11 +97,11 @@ def _run_file(program: str) -> None:
     exec(compile(Path(program).read_bytes(), program, "exec"), vars(script))
 
 
-def _note_exit(code: object) -> None:
+def _note_failure() -> None:
     """A script that fails leaves its snapshot."""
-    retained = sys.modules.get("hf_offload.snapshots.retained")
-    if retained is not None:
-        retained.note_exit(code)
+    client = sys.modules.get("hf_offload.snapshots.client")
+    if client is not None:
+        client.note_failure()
 
 
 class switch_on:

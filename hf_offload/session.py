@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_offload.allocator import say_what_is_better, tune_running_allocator
 from hf_offload.engine.device import device_of, open_device
@@ -37,7 +38,7 @@ from hf_offload.ranks import Ranks
 from hf_offload.settings.environment import unless_disabled
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
-from hf_offload.snapshots.loops import Expected, LoopSnapshots, Objects, refuse_loop
+from hf_offload.snapshots.loops import LoopSnapshots, expect_snapshots, refuse_loop
 from hf_offload.state.optimizer import clip_grad_norm_
 from hf_offload.state.saved import follow_saved
 from hf_offload.state.units import pinned
@@ -151,7 +152,7 @@ class OffloadSession:
         self.stats = OffloadStats(None, self._storage.accounts)
         self._stepped = False
         self._saving: Any = None
-        self._snapshots_expected: Expected | None = None
+        self._snapshots_expected: RemovableHandle | None = None
 
     _plan: Plan
 
@@ -166,7 +167,7 @@ class OffloadSession:
         self._plan = safest_plan(config, on_host) if automatic else plan_from_settings(config, list(blocks), on_host)
         self._storage.begin_run(config, on_host, self.ranks.local_count)
         if config.snapshot_steps is not None:
-            self._snapshots_expected = Expected(
+            self._snapshots_expected = expect_snapshots(
                 model, "with session.snapshots(folder, optimizer=optimizer) as snapshots"
             )
         self._state = ModelState(model, config, self._storage, self.ranks)
@@ -416,7 +417,7 @@ class OffloadSession:
         if not isinstance(folder, (str, os.PathLike)):
             raise OffloadConfigError(f"session.snapshots() takes the path of a folder, and {folder!r} is none.")
         refuse_loop(self.config, self.ranks.count, [model])
-        found = LoopSnapshots(Objects(model, objects), self.config, Path(folder), self._storage, resume)
+        found = LoopSnapshots(model, objects, self.config, Path(folder), self._storage, resume)
         self._end_expecting()
         return found
 

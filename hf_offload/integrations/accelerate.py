@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_offload.engine.unsupported import compiled_error
 from hf_offload.errors import OffloadConfigError
-from hf_offload.integrations.loop_snapshots import Prepared
+from hf_offload.integrations.loop_snapshots import prepared_objects
 from hf_offload.integrations.streamed import (
     ClipsStreamedGradients,
     has_own_state,
@@ -118,7 +118,7 @@ class OffloadedAccelerator:
         return list(self._sessions)
 
     def snapshots(self, folder: str | None = None, *, resume: bool | None = None) -> LoopSnapshots:
-        """A block that takes a snapshot every ``snapshot_steps`` steps of what ``save_state`` would save: all that is
+        """A block that takes a snapshot every ``snapshot_steps`` steps of models, optimizers, schedulers and what else is
         prepared or registered by then. It is a method of the accelerator, too. ``folder``, by default ``project_dir``, tells
         one training from another. ``resume`` goes on from the newest snapshot: by default where ``hf-offload launch`` has
         started the script again.
@@ -132,9 +132,9 @@ class OffloadedAccelerator:
             raise OffloadConfigError(
                 "snapshots() needs OffloadPlugin(snapshot_steps=...), and a folder or project_dir."
             )
-        source = Prepared(accelerator, self.config)
+        model, objects = prepared_objects(accelerator, self.config)
         self._takes_snapshots = True
-        return LoopSnapshots(source, self.config, Path(folder), storage_of(source.model), resume)
+        return LoopSnapshots(model, objects, self.config, Path(folder), storage_of(accelerator._models[0]), resume)
 
     def check_snapshots(self) -> None:
         """Raise :class:`~hf_offload.OffloadConfigError` if snapshots are set, and the loop takes none."""

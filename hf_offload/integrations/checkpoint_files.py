@@ -12,11 +12,8 @@ from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
-from hf_offload.snapshots import contents
-from hf_offload.snapshots.memory import Write
 
-
-def unchanging_files(trainer: Any, model: Any, scratch: Path) -> dict[str, Write]:
+def unchanging_files(trainer: Any, model: Any, scratch: Path) -> dict[str, bytes]:
     """Those that are the same at every step: of the model's config, the tokenizer, and the arguments. They are written to the
     folder ``scratch`` first, which is gone afterwards.
     """
@@ -33,9 +30,7 @@ def unchanging_files(trainer: Any, model: Any, scratch: Path) -> dict[str, Write
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
         torch.save(trainer.args, scratch / TRAINING_ARGS_NAME)
-        return {
-            path.name: contents.small_file(path.read_bytes()) for path in sorted(scratch.iterdir()) if path.is_file()
-        }
+        return {path.name: path.read_bytes() for path in sorted(scratch.iterdir()) if path.is_file()}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -13,7 +13,6 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_offload.snapshots.disk import RECORD_FILE, read_record
 from hf_offload.snapshots.restoring import damage_on_disk
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,4 @@ def _damage(checkpoint: Path) -> str | None:
     for rank in range(sum(re.fullmatch(r"rng_state_\d+\.pth", name) is not None for name in names)):
         if f"rng_state_{rank}.pth" not in names:
             return f"rng_state_{rank}.pth is missing"
-    if RECORD_FILE not in names:
-        return None
-    record = read_record(checkpoint / RECORD_FILE)
-    return f"{RECORD_FILE} is damaged" if record is None else damage_on_disk(record, checkpoint)
+    return damage_on_disk(checkpoint)

@@ -94,19 +94,6 @@ class _Resuming(Trainer):
                 raise ValueError(f"No valid checkpoint found in output directory ({folder}): none is complete.")
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        snapshots = snapshots_of_training(self)
-        if snapshots is not None and snapshots.is_over:
-            self.control.should_training_stop = True
-            return
-        super()._run_epoch(*args, **kwargs)
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        snapshots = snapshots_of_training(self)
-        if snapshots is not None:
-            snapshots.after_last_step()
-        return super()._finalize_training(*args, **kwargs)
-
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         snapshots = snapshots_of_training(self)
         if snapshots is not None and {"train_loss", "train_runtime"} <= logs.keys():  # the summary at the end
@@ -120,9 +107,6 @@ class _Resuming(Trainer):
         return not has_own_state(self.accelerator) and zipfile.is_zipfile(file)  # former formats cannot be mapped
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        snapshots = snapshots_of_training(self)
-        if snapshots is not None:
-            snapshots.check_traits()
         config = getattr(self, _CALLBACK).config_for(self.args)
         if config is None or not self._may_stream(config, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)

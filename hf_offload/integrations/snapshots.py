@@ -1,7 +1,7 @@
 """Snapshots of a Trainer: what its checkpoints hold, and a resume that finds them.
 
-A checkpoint of the Trainer drops the loss that was not logged yet. A snapshot has it in its record, so that the losses of a
-resumed run are those of one that never stopped.
+A checkpoint of the Trainer drops the loss that was not logged yet. A snapshot has it in the Trainer's state, so that the
+losses of a resumed run are those of one that never stopped.
 """
 
 import contextlib
@@ -11,59 +11,59 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, SequentialSampler
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from transformers.training_args import ParallelMode
 
-from hf_offload.errors import OffloadConfigError, SnapshotError, TierFullError
+from hf_offload.errors import OffloadConfigError, SnapshotError
 from hf_offload.generators import process_states
 from hf_offload.integrations.checkpoint_files import json_of, state_of, unchanging_files
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
 from hf_offload.ranks import Ranks
 from hf_offload.settings.environment import RESUME_VARIABLE, is_on
-from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.snapshots import contents
-from hf_offload.snapshots.identity import check_traits, traits_of
+from hf_offload.snapshots.contents import Content
 from hf_offload.snapshots.loops import common_problem
-from hf_offload.snapshots.memory import Write
-from hf_offload.snapshots.positions import order_problem
-from hf_offload.snapshots.restoring import LINKS, Found, Opened, named_snapshot, open_snapshots
-from hf_offload.snapshots.taking import Snapshots, directory_of
-from hf_offload.snapshots.weights import ModelWeights
+from hf_offload.snapshots.restoring import LINKS, Found, damage_on_disk
+from hf_offload.snapshots.taking import Snapshots
 from hf_offload.storage.service import storage_of
 
 logger = logging.getLogger(__name__)
 
-RNG_NAME = "rng_state.pth"
+_LOSSES = "hf_offload_losses"
+"""Among the states of callbacks, those of a run until its snapshot."""
+_ADAPTER = "default"
+_FIXED = (BatchSampler, BatchSamplerShard, SequentialSampler, SkipBatchSampler)
 
 
 class TrainerSnapshots:
     """The snapshots of one call of ``Trainer.train``.
 
     Attributes:
-        checkpoint: What training goes on from.
-        taking: Those that this training takes, once it has begun.
-        is_over: Whether what it goes on from is its end, so that there is nothing to train.
+        taking: What takes them.
     """
 
     def __init__(self, trainer: Trainer, config: OffloadConfig):
-        _refuse(config.snapshot_steps, _problem(trainer, config))
-        self.taking: Snapshots | None = None
-        self.is_over = self._is_cut = False
-        self.checkpoint: str | None = None
-        self._ranks = Ranks()
         self._trainer: Any = trainer
-        self._config = config
         self._steps = int(config.snapshot_steps or 0)
-        self._at_once = config.optimizer not in (None, "none") or getattr(trainer.args, "memory_mode", NONE) != NONE
+        self._refuse(_problem(trainer, config))
+        self._ranks = Ranks()
         self._output = Path(trainer.args.output_dir or ".").resolve()
-        self._opened: Opened | None = None
-        self._of_model: ModelWeights | None = None
+        self.taking = Snapshots(self._output, config, self._ranks)
+        self._has_begun = self._is_cut = False
         self._first_step, self._last_step, self._postponed = 0, -1, -1
-        self._unchanging: dict[str, Write] | None = None
+        self._unchanging: dict[str, bytes] | None = None
+
+    def _refuse(self, problem: str | None) -> None:
+        if problem is not None:
+            raise OffloadConfigError(
+                f"snapshot_steps={self._steps} cannot be used here: {problem}. Leave it out, and set save_steps."
+            )
 
     # -- before training ----------------------------------------------------------------------------------------------------
 
@@ -75,206 +75,121 @@ class TrainerSnapshots:
         """
         resume = asked is True or (asked is None and is_on(RESUME_VARIABLE))
         named = None if resume or not asked else str(asked)
-        opened = self._opened = open_snapshots(
-            self._output, directory_of(self._config), resume, self._ranks, named, is_asked=asked is not None
-        )
-        if named is not None:
-            opened.found = self._ranks.each(lambda: named_snapshot(Path(named), self._ranks.count))
-        found = opened.found
-        if found is not None and self._trainer.model is not None:  # else it is made later, by model_init
-            self._ranks.each(
-                lambda: self._weights.check(found.folder, found.record["model"], str(found), self._weights.file)
-            )
+        found = self.taking.open(resume, named, is_asked=asked is not None)
+        if named is not None and (damage := damage_on_disk(Path(named))) is not None:
+            raise SnapshotError(f"The snapshot in {named} is damaged: {damage}. Resume from another one.")
         if not resume:
             return named
         checkpoint = self._ranks.first(
             lambda: last_complete_checkpoint(self._output) if self._output.is_dir() else None
         )
-        if found is None:
-            if checkpoint is None and next(self._output.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), None) is not None:
-                raise ValueError(f"No valid checkpoint found in output directory ({self._output}): none is complete.")
-            if checkpoint is None:
-                logger.warning(
-                    "There is no snapshot or checkpoint of %s yet: training starts at its beginning.", self._output
-                )
-            return checkpoint
-        if checkpoint is not None and self._ranks.first(lambda: _is_newer(Path(checkpoint), found, self._steps)):
-            opened.forget_found()
-            return checkpoint
-        logger.info("Resuming from %s.", found)
-        return str(found.folder)
-
-    def check_traits(self) -> None:
-        """The optimizer's state is about to be loaded.
-
-        Raises :class:`~hf_offload.errors.SnapshotError` if the snapshot is of another class of optimizer, or of a model with
-        another config.
-        """
-        found = None if self._opened is None else self._opened.found
         if found is not None:
-            check_traits(found.record["trainer"]["traits"], self._traits, str(found))
+            if self._trainer.model is not None:  # else it is made later, by model_init
+                name, weights = self._weights()
+                self._ranks.each(lambda: contents.check_weights(weights, found.folder / name, str(found)))
+            if checkpoint is None or not self._ranks.first(lambda: self._is_newer(Path(checkpoint), found)):
+                logger.info("Resuming from %s.", found)
+                return str(found.folder)
+            self.taking.forget_found()
+        elif checkpoint is None:
+            if next(self._output.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), None) is not None:
+                raise ValueError(f"No valid checkpoint found in output directory ({self._output}): none is complete.")
+            logger.warning(
+                "There is no snapshot or checkpoint of %s yet: training starts at its beginning.", self._output
+            )
+        return checkpoint
 
-    @property
-    def _traits(self) -> dict[str, str]:
-        return traits_of([self._model], [self._trainer.optimizer])
+    def _is_newer(self, checkpoint: Path, found: Found) -> bool:
+        """Whether a checkpoint is of the same run, and so much later that a snapshot is missing. Otherwise the snapshot is
+        better: a checkpoint lacks the loss that was not logged yet.
+        """
+        path = checkpoint / TRAINER_STATE_NAME
+        step = json.loads(path.read_bytes())["global_step"]
+        return bool(path.stat().st_mtime >= found.record["began"] and step > found.step + self._steps)
 
     # -- while training -----------------------------------------------------------------------------------------------------
 
-    def begin(self, optimizer: Any) -> None:
+    def begin(self) -> None:
         """Training begins, or begins anew with another size of batches."""
-        opened, trainer = self._opened, self._trainer
-        assert opened is not None
-        loader = trainer.callback_handler.train_dataloader
-        problem = order_problem(loader, by_epoch_alone=True)
-        _refuse(
-            self._steps,
-            None if problem is None else f"{problem}, and the number of an epoch is all that a resume knows",
-        )
-        found = opened.found
-        if self.taking is not None:
-            self.taking.settle()
-            opened.begin_run(self._ranks)
-        else:
-            self.taking = Snapshots(opened, self._config, storage_of(self._model), self._ranks)
-        self.taking.start()
-        step = self._last_step = self._first_step = trainer.state.global_step
-        if found is not None and found.step == step:
-            self._restore_losses(found.record["trainer"])
-        self.is_over = self.checkpoint is not None and step >= trainer.state.max_steps
-        if self.is_over:
-            logger.warning(
-                "This training ended at step %d of %d: nothing is trained, and what follows it is done again. More max_steps "
-                "or num_train_epochs let it go on.",
-                step,
-                trainer.state.max_steps,
-            )
-        self.taking.settle_before_steps_of(optimizer)
+        trainer = self._trainer
+        self._refuse(_order_problem(trainer.callback_handler.train_dataloader))
+        if self._has_begun:
+            self.taking.begin_run()
+        self.taking.begin(storage_of(self._model))
+        self._has_begun = True
+        self._last_step = self._first_step = trainer.state.global_step
+        losses = trainer.state.stateful_callbacks.pop(_LOSSES, None)
+        if losses is not None:
+            trainer._tr_loss += losses["unlogged"][self._ranks.number]
+            trainer._total_loss_scalar, trainer._globalstep_last_logged = losses["total"], losses["last_logged_step"]
+            self._first_step = losses["first_step"]
 
     @property
     def mean_loss(self) -> float:
-        """That of all steps of the run, those before a resume included, as a Trainer has it once they are over."""
+        """That of all steps of the run, those before a resume included."""
         trainer = self._trainer
         return float(trainer._total_loss_scalar / max(trainer.state.global_step - self._first_step, 0.001))
-
-    def _losses(self) -> dict[str, Any]:
-        trainer = self._trainer
-        return {
-            "unlogged_losses": self._ranks.gather(trainer._tr_loss.item()),
-            "total_loss": trainer._total_loss_scalar,
-            "first_step": self._first_step,
-            "last_logged_step": trainer._globalstep_last_logged,
-            "total_flos": trainer.state.total_flos,
-            "current_flos": trainer.current_flos,
-        }
-
-    def _restore_losses(self, kept: dict[str, Any]) -> None:
-        trainer = self._trainer
-        trainer._tr_loss += kept["unlogged_losses"][self._ranks.number]
-        trainer._total_loss_scalar, self._first_step = kept["total_loss"], kept["first_step"]
-        trainer._globalstep_last_logged = kept["last_logged_step"]
-        trainer.state.total_flos, trainer.current_flos = kept["total_flos"], kept["current_flos"]
 
     def after_step(self) -> None:
         """A step has ended, with what is logged, evaluated and saved after it; or an epoch."""
         state, control = self._trainer.state, self._trainer.control
-        if self._opened is not None:
-            self._opened.forget_found()  # all of it was read
-        if self.taking is None or self._is_cut:
-            return
-        self.taking.look()
-        if state.global_step % self._steps or state.global_step == self._last_step or control.should_training_stop:
+        self.taking.forget_found()  # all of it was read
+        is_due = state.global_step % self._steps == 0 and state.global_step != self._last_step
+        if not self._has_begun or self._is_cut or not is_due or control.should_training_stop:
             return
         if control.should_epoch_stop:
             logger.warning("An epoch was cut short, after which a Trainer cannot resume: no more snapshots are taken.")
             self._is_cut = True
-            return
-        if float(state.epoch).is_integer() and self._postponed != state.global_step:
+        elif float(state.epoch).is_integer() and self._postponed != state.global_step:
             self._postponed = state.global_step  # what belongs to the end of the epoch comes first
-            return
-        self._last_step = state.global_step
-        with self.taking.waited():
-            self._take(self.taking)
+        else:
+            self._last_step = state.global_step
+            losses = {
+                "unlogged": self._ranks.gather(self._trainer._tr_loss.item()),
+                "total": self._trainer._total_loss_scalar,
+                "last_logged_step": self._trainer._globalstep_last_logged,
+                "first_step": self._first_step,
+            }
+            self.taking.take(state.global_step, lambda: self._contents(losses))
 
-    def after_last_step(self) -> None:
-        """All that was to be trained is, and what belongs to it is over: a snapshot of the end is taken. Where a callback has
-        stopped training before, a restart goes on from the one before, and the callback decides again.
-        """
-        state = self._trainer.state
-        if self.is_over:
-            self._trainer._load_rng_state(self.checkpoint)
-        elif self.taking is not None and not self._is_cut and state.global_step >= state.max_steps:
-            try:
-                with self.taking.waited():
-                    self._take(self.taking)
-                    self.taking.settle()
-            except (OSError, SnapshotError, TierFullError) as error:  # training is not lost for that
-                logger.warning("The last snapshot was not taken: %s", error)
-
-    def _take(self, taking: Snapshots) -> None:
-        taking.settle()  # before the ranks talk of something else
+    def _contents(self, losses: dict[str, Any]) -> tuple[dict[str, Content], dict[str, bytes]]:
         trainer = self._trainer
         if self._unchanging is None:
             scratch = self._output / f"{LINKS}-{self._ranks.number}"
             self._unchanging = unchanging_files(trainer, self._model, scratch)
         optimizer, schedule = trainer.optimizer.state_dict(), trainer.lr_scheduler.state_dict()
-        try:
-            checked = optimizer.get("param_groups") if taking.taken else optimizer  # the state is of one kind
-            self._ranks.each(lambda: contents.check_loadable("optimizer.state_dict()", checked))
-            self._ranks.each(lambda: contents.check_loadable("lr_scheduler.state_dict()", schedule))
-        except SnapshotError as error:
-            taking.refuse(error)
-            return
-        weights = self._weights.tensors(copy_buffers=True)
-        layout = contents.layout_of(weights)
-        own = {contents.of_rank(RNG_NAME, self._ranks): contents.archived(process_states())}
+        contents.check_loadable("optimizer.state_dict()", optimizer)
+        contents.check_loadable("lr_scheduler.state_dict()", schedule)
+        state = state_of(trainer)
+        state.stateful_callbacks[_LOSSES] = losses
+        small = {SCHEDULER_NAME: contents.archived(schedule), TRAINER_STATE_NAME: json_of(state), **self._unchanging}
         scaler = getattr(trainer.accelerator, "scaler", None)
-        small = {
-            SCHEDULER_NAME: contents.archived(schedule),
-            TRAINER_STATE_NAME: json_of(state_of(trainer)),
-            **({} if scaler is None else {SCALER_NAME: contents.archived(scaler.state_dict())}),
-        }
-        files = {
-            self._weights.file: contents.weights_file(weights, layout),
-            OPTIMIZER_NAME: contents.archive(optimizer),
-            **contents.of_all_ranks(own, self._ranks),
-            **{name: contents.small_file(content) for name, content in small.items()},
-            **self._unchanging,
-        }
-        taking.take(
-            trainer.state.global_step,
-            files,
-            [*weights.values(), *contents.tensors_in(optimizer)],
-            {"model": contents.fingerprint(layout), "trainer": {"traits": self._traits, **self._losses()}},
-            at_once=self._at_once or storage_of(self._model).has_state or self._weights.are_parked,
-        )
+        if scaler is not None:
+            small[SCALER_NAME] = contents.archived(scaler.state_dict())
+        name, weights = self._weights()
+        files = {name: contents.weights_file(weights), OPTIMIZER_NAME: contents.archive(optimizer)}
+        files |= {name: contents.small_file(content) for name, content in small.items()}
+        return files, {contents.of_rank("rng_state.pth", self._ranks): contents.archived(process_states())}
 
-    @property
-    def _weights(self) -> ModelWeights:
-        """Those of the model, which model_init may have made anew."""
-        model = self._model
-        if self._of_model is None or self._of_model.model is not model:
-            self._of_model = ModelWeights(model)
-        return self._of_model
+    def _weights(self) -> tuple[str, dict[str, Tensor]]:
+        """The weights and the name of their file, as a checkpoint has them: of a model of PEFT, its adapter alone."""
+        model: Any = self._model
+        if not hasattr(model, "peft_config"):
+            return "model.safetensors", contents.weights_of(model)
+        from peft import get_peft_model_state_dict
+
+        state = model.state_dict(keep_vars=True)
+        adapter = get_peft_model_state_dict(model, state, _ADAPTER, save_embedding_layers=False)
+        return "adapter_model.safetensors", contents.once(adapter)
 
     @property
     def _model(self) -> nn.Module:
         found: nn.Module = self._trainer.accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
         return found
 
-    # -- after training -----------------------------------------------------------------------------------------------------
-
     def close(self, well: bool) -> None:
         """Training has ended, ``well`` or not. Idempotent."""
-        opened, self._opened = self._opened, None
-        taking, self.taking = self.taking, None
-        if opened is not None:
-            opened.forget_found()
-            if taking is None:
-                opened.client.close()
-            elif well:
-                taking.over()
-            else:
-                taking.leave()
+        self.taking.end(well and self._has_begun)
         self._ranks.close()
 
 
@@ -286,32 +201,13 @@ def snapshots_of(trainer: Trainer, config: OffloadConfig, asked: str | bool | No
     snapshots = TrainerSnapshots(trainer, config)
     well = False
     try:
-        checkpoint = snapshots.checkpoint = snapshots.open(asked)
+        checkpoint = snapshots.open(asked)
         setattr(trainer, name, snapshots)
         yield checkpoint
         well = True
     finally:
         setattr(trainer, name, None)
         snapshots.close(well)
-
-
-def _is_newer(checkpoint: Path, found: Found, steps: int) -> bool:
-    """Whether a checkpoint is of the same run, and so much later that a snapshot of every so many ``steps`` is missing.
-
-    Otherwise the snapshot is better: a checkpoint lacks the loss that was not logged yet.
-    """
-    path = checkpoint / TRAINER_STATE_NAME
-    return bool(
-        path.stat().st_mtime >= found.record["began"]
-        and json.loads(path.read_bytes())["global_step"] > found.step + steps
-    )
-
-
-def _refuse(steps: int | None, problem: str | None) -> None:
-    if problem is not None:
-        raise OffloadConfigError(
-            f"snapshot_steps={steps} cannot be used here: {problem}. Leave it out, and set save_steps."
-        )
 
 
 def _problem(trainer: Trainer, config: OffloadConfig) -> str | None:
@@ -326,4 +222,27 @@ def _problem(trainer: Trainer, config: OffloadConfig) -> str | None:
         return "with ignore_data_skip=True a run that resumes sees other batches than one that did not stop"
     if trainer.train_dataset is not None and not has_length(trainer.train_dataset):
         return "a Trainer does not know where the epochs of a data set without a length end"
+    model: Any = trainer.model
+    adapters = getattr(model, "peft_config", {})
+    is_native = getattr(model, "_hf_peft_config_loaded", False)
+    if is_native or (adapters and (set(adapters) != {_ADAPTER} or adapters[_ADAPTER].is_prompt_learning)):
+        return (
+            "a checkpoint does not hold adapters other than one of get_peft_model() named default, or learned prompts"
+        )
+    if adapters and any(isinstance(one, nn.modules.batchnorm._BatchNorm) for one in model.modules()):
+        return "a checkpoint of PEFT does not hold the statistics of batch norm"
     return common_problem(config, args.world_size)
+
+
+def _order_problem(loader: Any) -> str | None:
+    """Why the number of an epoch, which is all that a resume of a Trainer knows, does not decide the order of its batches."""
+    if loader.persistent_workers:
+        return "persistent workers draw random numbers in a training's first epoch only (persistent_workers=True)"
+    sampler = loader
+    while True:
+        inner = [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
+        sampler = next((each for each in inner if each is not None), None)
+        if sampler is None:
+            return None
+        if type(sampler) not in _FIXED and not hasattr(sampler, "set_epoch"):
+            return f"the number of an epoch does not decide the order of the sampler {type(sampler).__qualname__}"

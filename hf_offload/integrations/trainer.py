@@ -94,19 +94,19 @@ class OffloadCallback(TrainerCallback):
         if self.session.active:
             logger.info("Offloading activations: %s.", self.session.plan.reason)
         if steps is not None:
-            self._begin_snapshots(trainer, optimizer)
+            self._begin_snapshots(trainer)
         cache = self.session.carry_sample_ids(train_dataloader)
         if cache is not None and state.global_step:
             cache.load(checkpoint_folder(args, state) / CACHE_FILE)
 
-    def _begin_snapshots(self, trainer: Trainer | None, optimizer: Any) -> None:
+    def _begin_snapshots(self, trainer: Trainer | None) -> None:
         snapshots = None if trainer is None else snapshots_of_training(trainer)
         if snapshots is None:
             raise OffloadConfigError(
                 "snapshot_steps needs the callback before training begins: pass it to the Trainer's constructor, or use "
                 "OffloadTrainingArguments."
             )
-        snapshots.begin(optimizer)
+        snapshots.begin()
 
     def _stream_optimizer(
         self, args: TrainingArguments, model: nn.Module, optimizer: Any, trainer: Trainer | None

@@ -1,5 +1,14 @@
-"""The training process's side of the snapshot process: how it is found, started, and spoken to."""
+"""The training process's side of the snapshot process: how it is found, started, and spoken to, and when it may end.
 
+Note: how a script ends
+    What follows a training, such as an evaluation or an upload, may fail, and the script is started again: it must not train
+    a second time. So the newest snapshot of a training that has ended is retained until its script has ended well, too. An
+    error that nothing catches is in ``sys.last_value`` when the interpreter ends. ``hf_offload.run`` says that a script has
+    failed; elsewhere, ``sys.exit(1)`` counts as a good end. A signal, ``os._exit`` and a machine that goes say nothing, and
+    the snapshot process waits for the next start.
+"""
+
+import atexit
 import contextlib
 import hashlib
 import os
@@ -36,51 +45,40 @@ class SnapshotClient:
     """A connection to the snapshot process of one training.
 
     Attributes:
-        pid: Its number.
+        status: What the process held when it was connected to; with ``refused``, which process trains already.
     """
 
     def __init__(self, connection: socket.socket):
         self._connection = connection
         self._lock = threading.Lock()
-        self.pid = 0
+        self.status: dict[str, Any] = {}
 
     @classmethod
-    def connect(cls, address: bytes, *, start: bool) -> "SnapshotClient | None":
-        """Connect to the process at ``address``; with ``start``, to a new one if there is none, and else None.
+    def connect(cls, address: bytes, *, join: bool) -> "SnapshotClient | None":
+        """Connect to the process at ``address``. To ``join`` it as the one that trains, another one is started if there is
+        none; else None is returned.
 
         Raises :class:`~hf_offload.errors.SnapshotError` if it belongs to another user, or cannot be started.
         """
         until = time.monotonic() + _ENDING_S
         while time.monotonic() < until:
             connection = _connected(address)
-            if connection is None and not start:
+            if connection is None and not join:
                 return None
             if connection is None:
                 _start(address)
                 connection = _connected(address)
-            client = None if connection is None else cls._answered(connection)
-            if client is not None:
-                return client
+            if connection is not None:
+                client = cls(connection)
+                try:
+                    client.status = client.ask("join" if join else "status")
+                    if join:  # it closes with this process, whatever its children do
+                        os.register_at_fork(after_in_child=connection.close)
+                    return client
+                except ConnectionError:
+                    client.close()
             time.sleep(0.01)  # one that is about to end has the address still, and may even accept
         raise SnapshotError("The snapshot process ended as soon as it was started: see whether the machine has memory.")
-
-    @classmethod
-    def _answered(cls, connection: socket.socket) -> "SnapshotClient | None":
-        """A client, if the process at the other end answers: one that is ending has closed other connections first."""
-        user = process.peer_of(connection)[1]
-        if user != os.geteuid():
-            connection.close()
-            raise SnapshotError(
-                f"A process of user {user} listens where the snapshots of this training are expected: have it ended, or "
-                "write to another output directory."
-            )
-        client = cls(connection)
-        try:
-            client.pid = client.ask("status")["pid"]
-        except ConnectionError:
-            client.close()
-            return None
-        return client
 
     def ask(self, what: str, files: Sequence[int] = (), **values: Any) -> dict[str, Any]:
         """The answer to one message.
@@ -89,18 +87,9 @@ class SnapshotClient:
         """
         return self._exchange(what, files, values)[0]
 
-    def fetch(self, sequence: int) -> list[int]:
+    def fetch(self, step: int) -> list[int]:
         """Descriptors of the files of a snapshot, for the caller to close."""
-        return self._exchange("fetch", (), {"sequence": sequence})[1]
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the process has ended."""
-        with self._lock:
-            try:  # it says nothing unless it is asked
-                return bool(process.readable([self._connection.fileno()], 0))
-            except (OSError, ValueError):
-                return True
+        return self._exchange("fetch", (), {"step": step})[1]
 
     def close(self) -> None:
         """Leave. Idempotent."""
@@ -114,7 +103,7 @@ class SnapshotClient:
                 self._connection.recv(1)  # it closes its end, once what it writes to disk is complete
         self.close()
         for started in _started:
-            if started.pid == self.pid:
+            if started.pid == self.status["pid"]:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     started.wait(1.0)
 
@@ -135,9 +124,16 @@ def _connected(address: bytes) -> socket.socket | None:
     connection.settimeout(_ANSWER_S)
     try:
         connection.connect(address)
+        user = process.peer_of(connection)[1]
     except OSError:
         connection.close()
         return None
+    if user != os.geteuid():
+        connection.close()
+        raise SnapshotError(
+            f"A process of user {user} listens where the snapshots of this training are expected: have it ended, or write to "
+            "another output directory."
+        )
     return connection
 
 
@@ -162,3 +158,46 @@ def _start(address: bytes) -> None:
         except OSError as error:
             raise SnapshotError(f"The snapshot process cannot be started: {error}.") from error
         _started.append(started)
+
+
+# -- the end of a script ---------------------------------------------------------------------------------------------------
+
+_ended: dict[str, SnapshotClient | None] = {}
+"""Trainings that have ended well in this process, by number, and what retains their snapshots. A fork has none."""
+
+
+def retain(training: str, client: SnapshotClient) -> None:
+    """The training with this number has ended well. What its snapshot process holds stays until the script has, or until
+    another training begins.
+    """
+    if not _ended:
+        atexit.register(_at_exit)
+        os.register_at_fork(after_in_child=_ended.clear)
+    _ended[training] = client
+
+
+def has_ended(training: str) -> bool:
+    """Whether the training with this number has ended well in this process."""
+    return training in _ended
+
+
+def release(but: str = "") -> None:
+    """Nothing that is retained is needed any more, but of the training ``but``, which goes on. Idempotent."""
+    for training, client in _ended.items():
+        _ended[training] = None
+        if client is not None:
+            client.close() if training == but else client.end()
+
+
+def note_failure() -> None:
+    """The script has failed, and this process is about to end: what is retained stays for the next start."""
+    for training, client in _ended.items():
+        _ended[training] = None
+        if client is not None:
+            client.close()
+
+
+def _at_exit() -> None:
+    is_shell = hasattr(sys, "ps1")  # which goes on after an error
+    if is_shell or getattr(sys, "last_value", None) is None:
+        release()

@@ -1,25 +1,27 @@
-"""What the files of a checkpoint are written with: weights as safetensors, the rest as PyTorch saves it."""
+"""The files of a snapshot: in memory, without a name, with a checksum, and written as those of a checkpoint are."""
 
-import hashlib
 import io
 import json
+import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+import xxhash
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_offload.errors import SnapshotError
 from hf_offload.ranks import Ranks
-from hf_offload.snapshots.memory import MemoryFile, Write
 from hf_offload.state.guard import own_class
 
-Layout = dict[str, list[Any]]
-"""Name of a weight -> its type and shape."""
-
+_PIECE_BYTES = 1 << 20
+"""Copying this much or more through a map takes a core half as long as a system call does."""
+_CHUNK_BYTES = 8 << 20
 _ALIGNMENT = 64
 """Of tensors in an archive, as ``torch.save`` has it."""
 
@@ -39,51 +41,95 @@ _NAMES = {
 }
 
 
-def layout_of(weights: Mapping[str, Tensor]) -> Layout:
-    """Name -> type and shape. Raises :class:`~hf_offload.errors.SnapshotError` for what safetensors does not hold."""
-    layout: Layout = {}
-    for name, tensor in weights.items():
-        if not isinstance(tensor, Tensor):  # from get_extra_state()
-            raise SnapshotError(
-                f"{name} is a {type(tensor).__name__}, which snapshots do not hold: drop snapshot_steps."
-            )
-        kind = own_class(tensor) if isinstance(tensor, torch.nn.Parameter) else type(tensor)
-        if kind not in (Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.dtype not in _NAMES or tensor.is_meta:
-            raise SnapshotError(
-                f"{name} ({type(tensor).__name__} of {tensor.dtype} on {tensor.device}) cannot be part of a snapshot: drop "
-                "snapshot_steps."
-            )
-        layout[name] = [_NAMES[tensor.dtype], list(tensor.shape)]
-    return layout
+class MemoryFile:
+    """A file that only this process, and those it is passed on to, can open. It takes the memory of what is written, of at
+    most ``most_bytes`` as a rule.
+    """
+
+    def __init__(self, most_bytes: int = 0) -> None:
+        self._most_bytes = most_bytes
+        self.number = os.memfd_create("hf_offload-snapshot", os.MFD_CLOEXEC)
+        os.fchmod(self.number, 0o600)
+        self._mapped: np.ndarray[Any, Any] | None = None
+        self.begin()
+
+    @property
+    def checksum(self) -> int:
+        """The checksum of all that was written."""
+        return self._digest.intdigest()
+
+    def begin(self) -> None:
+        """Write from the first byte on."""
+        self.nbytes = 0
+        self._digest = xxhash.xxh3_64()
+
+    def write(self, data: Any) -> int:
+        """Write ``data`` behind what was written before. Raises ``OSError``."""
+        view = memoryview(data).cast("B")
+        mapped = self._map(len(view)) if len(view) >= _PIECE_BYTES else None
+        for start in range(0, len(view), _PIECE_BYTES):
+            piece = view[start : start + _PIECE_BYTES]
+            if mapped is None:
+                done = 0
+                while done < len(piece):
+                    done += os.pwrite(self.number, piece[done:], self.nbytes + start + done)
+            else:
+                np.copyto(mapped[start : start + len(piece)], np.frombuffer(piece, np.uint8))
+            self._digest.update(piece)  # while it is in a cache
+        self.nbytes += len(view)
+        return len(view)
+
+    def _map(self, count: int) -> "np.ndarray[Any, Any]":
+        """Memory of the next ``count`` bytes. It is allocated: writing where the machine has no room ends the process."""
+        end = self.nbytes + count
+        os.posix_fallocate(self.number, self.nbytes, count)
+        if self._mapped is None or len(self._mapped) < end:
+            before = 0 if self._mapped is None else len(self._mapped)
+            self._mapped = None
+            size = max(end, 2 * before, self._most_bytes)  # all pages of another map have to be found again
+            os.ftruncate(self.number, size)  # takes no memory
+            self._mapped = np.frombuffer(mmap.mmap(self.number, size), np.uint8)
+        return self._mapped[self.nbytes : end]
+
+    def end(self) -> None:
+        """All is written: what was longer before ends here."""
+        os.ftruncate(self.number, self.nbytes)
+
+    def close(self) -> None:
+        """Give it up. It goes with the last process that has it open."""
+        self._mapped = None
+        os.close(self.number)
 
 
-def fingerprint(layout: Layout) -> str:
-    """Tells models with different layouts apart."""
-    return hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest()
+class Content(NamedTuple):
+    """What a file holds: about how many bytes, and what writes them."""
+
+    nbytes: int
+    write: Callable[[MemoryFile], object]
 
 
-def weights_file(weights: Mapping[str, Tensor], layout: Layout) -> Write:
-    """A file of safetensors (https://github.com/huggingface/safetensors#format), written tensor by tensor."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (kind, shape) in layout.items():
-        begin, end = end, end + weights[name].nbytes
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    start, tensors = struct.pack("<Q", len(text)) + text, [weights[name] for name in layout]
-
-    def write(file: MemoryFile) -> None:
-        file.write(start)
-        for tensor in tensors:
-            if tensor.numel():
-                host = tensor.detach().to("cpu").contiguous()
-                file.write(host.reshape(-1).view(torch.uint8).numpy().data)
-
-    return write
+def damage_of(number: int, nbytes: int, checksum: int) -> str | None:
+    """What is wrong with a file that had this size and checksum, in words; None if nothing is."""
+    size = os.fstat(number).st_size
+    if size != nbytes:
+        return f"has {size} bytes instead of {nbytes}"
+    found, done = xxhash.xxh3_64(), 0
+    try:
+        while done < nbytes:  # not mapped: where a drive fails to read a map, it ends the process
+            chunk = os.pread(number, _CHUNK_BYTES, done)
+            if not chunk:
+                return f"ends after {done} bytes"
+            found.update(chunk)
+            done += len(chunk)
+    except OSError as error:
+        return f"cannot be read: {error}"
+    return None if found.intdigest() == checksum else "does not match its checksum"
 
 
-def archive(content: Any) -> Write:
+# -- what PyTorch saves ----------------------------------------------------------------------------------------------------
+
+
+def archive(content: Any) -> Content:
     """A file as ``torch.save`` writes it, but without checksums of its parts: they take longer than the copy, ``torch.load``
     does not ask for them, and the snapshot's record has one of the file.
     """
@@ -97,7 +143,7 @@ def archive(content: Any) -> Write:
         if output.error is not None:
             raise output.error
 
-    return write
+    return Content(sum(one.nbytes for one in tree_leaves(content) if isinstance(one, Tensor)), write)
 
 
 class _Output:
@@ -124,19 +170,10 @@ def archived(content: Any) -> bytes:
 
 
 def check_loadable(what: str, content: Any) -> None:
-    """Raise :class:`~hf_offload.errors.SnapshotError` if a resume could not load ``content``: it runs no code of a file. No
-    tensor is read or copied.
-    """
-    number = os.memfd_create("hf_offload-check", os.MFD_CLOEXEC)
+    """Raise :class:`~hf_offload.errors.SnapshotError` if a resume could not load ``content``: it runs no code of a file."""
     try:
-        with open(number, "w+b") as file:  # noqa: PTH123  it has no path
-            with torch.serialization.skip_data():  # the file has holes where tensors would be
-                torch.save(content, file)
-            file.seek(0)
-            load(file, "meta")
+        load(io.BytesIO(archived(tree_map_only(Tensor, lambda one: None, content))))
     except Exception as error:  # pickle calls methods of what it is given, which may raise anything
-        if isinstance(error, OSError) or isinstance(error.__context__, OSError):
-            return  # the size of files is limited: writing the snapshot says so
         reason = " ".join(str(error).rpartition("WeightsUnpickler error:")[2].split()).partition(". ")[0]
         raise SnapshotError(
             f"{what} holds what torch.load(weights_only=True) does not load, so a resume could not ({reason}): let it have "
@@ -144,17 +181,17 @@ def check_loadable(what: str, content: Any) -> None:
         ) from error
 
 
-def load(file: Path | IO[bytes], device: str = "cpu") -> Any:
+def load(file: Path | IO[bytes]) -> Any:
     """What an archive holds: tensors, numbers, texts, and the states of NumPy's generators, as a Trainer loads them."""
     from transformers.trainer_pt_utils import safe_globals
 
     with safe_globals():
-        return torch.load(file, map_location=device, weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def small_file(content: bytes) -> Write:
+def small_file(content: bytes) -> Content:
     """A file with this content."""
-    return lambda file: file.write(content)
+    return Content(len(content), lambda file: file.write(content))
 
 
 def of_rank(name: str, ranks: Ranks) -> str:
@@ -163,16 +200,81 @@ def of_rank(name: str, ranks: Ranks) -> str:
     return name if ranks.count == 1 else f"{stem}_{ranks.number}.{ending}"
 
 
-def of_all_ranks(own: Mapping[str, bytes], ranks: Ranks) -> dict[str, Write]:
-    """Small files of all ranks, so that the snapshot of one of them is a whole checkpoint. All ranks call it."""
-    everyone = [*ranks.gather(dict(own)), own]  # files that all have under the same name are one's own
-    return {name: small_file(content) for files in everyone for name, content in files.items()}
+# -- weights ---------------------------------------------------------------------------------------------------------------
 
 
-def tensors_in(content: Any) -> Iterator[Tensor]:
-    """All tensors in nested dicts, lists and tuples."""
-    if isinstance(content, Tensor):
-        yield content
-    elif isinstance(content, (Mapping, list, tuple)):
-        for value in content.values() if isinstance(content, Mapping) else content:
-            yield from tensors_in(value)
+def weights_file(weights: Mapping[str, Tensor]) -> Content:
+    """A file of safetensors (https://github.com/huggingface/safetensors#format), written tensor by tensor.
+
+    Raises :class:`~hf_offload.errors.SnapshotError` for what safetensors does not hold.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in weights.items():
+        if not isinstance(tensor, Tensor):  # from get_extra_state()
+            raise SnapshotError(
+                f"{name} is a {type(tensor).__name__}, which snapshots do not hold: drop snapshot_steps."
+            )
+        kind = own_class(tensor) if isinstance(tensor, nn.Parameter) else type(tensor)
+        if kind not in (Tensor, nn.Parameter, nn.Buffer) or tensor.dtype not in _NAMES or tensor.is_meta:
+            raise SnapshotError(
+                f"{name} ({type(tensor).__name__} of {tensor.dtype} on {tensor.device}) cannot be part of a snapshot: drop "
+                "snapshot_steps."
+            )
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    def write(file: MemoryFile) -> None:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in weights.values():
+            if tensor.numel():
+                host = tensor.detach().to("cpu").contiguous()
+                file.write(host.reshape(-1).view(torch.uint8).numpy().data)
+
+    return Content(end, write)
+
+
+def once(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each tensor by the first of its names: a file of safetensors has no place for tied weights."""
+    firsts = {id(one): name for name, one in reversed(list(weights.items()))}
+    return {name: one for name, one in weights.items() if firsts[id(one)] == name}
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Weights and buffers of a model; of a model of PEFT not what is frozen, which is the script's. A weight that leaves
+    memory between uses is the parameter itself, which comes when it is read.
+    """
+    adapted = [one for one in model.modules() if any(kind.__name__ == "PeftModel" for kind in type(one).__mro__)]
+    frozen = {id(weight) for one in adapted for weight in one.parameters() if not weight.requires_grad}
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    found = once(model.state_dict(keep_vars=True))
+    return {name: one for name, one in found.items() if id(one) not in frozen and name not in ignored}
+
+
+def check_weights(weights: Mapping[str, Tensor], path: Path, what: str) -> None:
+    """Raise :class:`~hf_offload.errors.SnapshotError` with the name of a weight, unless the file at ``path`` has all of
+    these, and nothing else. ``what`` names the snapshot.
+    """
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is not a mapping
+        there = {name: [one.get_dtype(), one.get_shape()] for name, one in slices.items()}
+    here = {name: [_NAMES.get(one.dtype), list(one.shape)] for name, one in weights.items()}
+    name = next((name for name in {**here, **there} if here.get(name) != there.get(name)), None)
+    if name is not None:
+        raise SnapshotError(
+            f"{what} is of another model: {name} is {there.get(name, 'not')} there and {here.get(name, 'not')} here. Resume "
+            "with the model it was taken of, or start from the beginning without resume_from_checkpoint."
+        )
+
+
+def load_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Load a file with this layout, tensor by tensor."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file, torch.no_grad():
+        for name, tensor in weights.items():
+            tensor.copy_(file.get_tensor(name))

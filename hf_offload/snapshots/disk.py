@@ -1,9 +1,8 @@
-"""Snapshots as checkpoints on disk, and the small files that say whose they are.
+"""Snapshots as checkpoints on disk, and small files with a checksum.
 
 The snapshot process runs this file and ``process.py`` in a plain interpreter, so both import the standard library alone.
 """
 
-import errno
 import json
 import os
 import shutil
@@ -12,28 +11,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-FORMAT = 7
+FORMAT = 8
 """Of records and messages: raised when one version cannot read what another one writes."""
 RECORD_FILE = "hf_offload_snapshot.json"
-RUN_FILE = "hf_offload_snapshots.json"
-MARK_FILE = "_hf_offload_training.json"
-"""In an output directory, the number of its training. A Trainer that uploads leaves out names that begin like this."""
 PREFIX = "checkpoint-"
 KEPT_ON_DISK = 2
 _UNFINISHED = f".{PREFIX}unfinished"
 _Message = dict[str, Any]
 
 
-def begin_run(directory: Path, content: _Message) -> None:
-    """Note which run writes to ``directory`` from now on. Raises ``OSError``."""
-    directory.mkdir(parents=True, exist_ok=True)
+def check_writable(directory: Path) -> None:
+    """Raises ``OSError`` unless checkpoints can be written to ``directory``. What was left half written goes."""
     shutil.rmtree(directory / _UNFINISHED, ignore_errors=True)
-    write_record(directory / RUN_FILE, content)
+    (directory / _UNFINISHED).mkdir(parents=True)
+    (directory / _UNFINISHED).rmdir()
 
 
 def write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) -> None:
     """Write a snapshot's files, and give the folder its name once all are complete; older snapshots are removed afterwards.
-    ``files`` are descriptors in the order of the record; those of parity come last, and stay in memory. Raises ``OSError``.
+    ``files`` are descriptors in the order of the record; that of the parity comes last, and stays in memory. Raises
+    ``OSError``.
     """
     unfinished, final = directory / _UNFINISHED, directory / f"{PREFIX}{record['step']}"
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -44,8 +41,6 @@ def write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) ->
                 _copy(file.fileno(), source, nbytes)
                 os.fsync(file.fileno())
         write_record(unfinished / RECORD_FILE, record)
-        if not (directory / RUN_FILE).exists():  # the directory was removed and is there again
-            write_record(directory / RUN_FILE, {name: record[name] for name in ("format", "run", "training", "output")})
         if final.exists():
             shutil.rmtree(final)
         unfinished.rename(final)
@@ -54,13 +49,6 @@ def write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) ->
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     _remove_older(directory, record["run"])
-
-
-def reason_of(error: OSError, directory: Path) -> str:
-    """Why nothing was written to ``directory``, and what to do."""
-    if not directory.is_dir():
-        return "this directory is not there any more: create it"
-    return f"{error}: free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error)
 
 
 def _copy(into: int, source: int, nbytes: int) -> None:
@@ -72,16 +60,18 @@ def _copy(into: int, source: int, nbytes: int) -> None:
         offset += sent
 
 
+def records_in(directory: Path) -> list[tuple[_Message, Path]]:
+    """The snapshots in ``directory``. Folders without a record belong to others."""
+    found = ((read_record(path / RECORD_FILE), path) for path in directory.glob(f"{PREFIX}*"))
+    return [(record, path) for record, path in found if record is not None]
+
+
 def _remove_older(directory: Path, run: str) -> None:
-    """Remove snapshots of other runs, and all but the newest of this one. Folders without a record belong to others."""
-    found: list[tuple[int, Path]] = []
-    for path in directory.glob(f"{PREFIX}*"):
-        record = read_record(path / RECORD_FILE)
-        if record is not None:
-            found.append((record["sequence"] if record["run"] == run else -1, path))
-    newest = sorted(found)[-KEPT_ON_DISK:]
-    for sequence, path in found:
-        if sequence < 0 or (sequence, path) not in newest:
+    """Remove snapshots of other runs, and all but the newest of this one."""
+    found = records_in(directory)
+    kept = sorted(record["step"] for record, _ in found if record["run"] == run)[-KEPT_ON_DISK:]
+    for record, path in found:
+        if record["run"] != run or record["step"] not in kept:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -1,16 +1,17 @@
-"""Snapshots of a loop that is the user's own."""
+"""Snapshots of a loop that is the user's own, and its place in the data, which a loader with a ``state_dict`` knows."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from hf_offload.errors import OffloadConfigError, OffloadError, SnapshotError
 from hf_offload.generators import process_states, set_process_states
@@ -18,48 +19,17 @@ from hf_offload.ranks import Ranks
 from hf_offload.settings.environment import RESUME_VARIABLE, is_on
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.snapshots import contents
-from hf_offload.snapshots.identity import check_traits, traits_of
-from hf_offload.snapshots.memory import Write
-from hf_offload.snapshots.positions import Position
-from hf_offload.snapshots.restoring import Opened, open_snapshots
-from hf_offload.snapshots.taking import Snapshots, directory_of
-from hf_offload.snapshots.weights import ModelWeights
+from hf_offload.snapshots.contents import Content
+from hf_offload.snapshots.restoring import Found
+from hf_offload.snapshots.taking import Snapshots
 from hf_offload.storage.service import RunStorage
 from hf_offload.surgery import InertInCopies
 
 logger = logging.getLogger(__name__)
 
-_RANDOM_FILE = "rng_state.pth"
-_POSITION_FILE = "position.pth"
-_OBJECTS_FILE = "objects.pth"
-
-
-class Source(Protocol):
-    """What the snapshots of a loop hold, besides generators and the position in the data.
-
-    Attributes:
-        models: The weights, by the names of their files.
-        optimizers: Before whose steps a snapshot has to be whole.
-        names: What else there is, in words.
-    """
-
-    @property
-    def models(self) -> Mapping[str, ModelWeights]: ...
-
-    @property
-    def optimizers(self) -> Sequence[Any]: ...
-
-    @property
-    def names(self) -> list[str]: ...
-
-    def files(self, ranks: Ranks) -> tuple[dict[str, Write], list[Tensor]]:
-        """The other files, and the tensors that are written after this has returned. All ranks call it.
-
-        Raises :class:`~hf_offload.errors.SnapshotError` for what a resume could not load, in all ranks.
-        """
-
-    def load(self, folder: Path, ranks: Ranks) -> None:
-        """Take over the other files."""
+_WEIGHTS_FILE = "model.safetensors"
+_OPTIMIZERS_FILE = "optimizers.pt"
+_OWN_FILE = "loop.pth"
 
 
 class LoopSnapshots:
@@ -83,147 +53,10 @@ class LoopSnapshots:
         step: Optimizer steps so far, those before the resume included.
     """
 
-    def __init__(self, source: Source, config: OffloadConfig, folder: Path, storage: RunStorage, resume: bool | None):
-        self.taking: Snapshots | None = None
-        self.resumed_step = self.step = 0
-        self._is_entered = False
-        self._source = source
-        self._config = config
-        self._steps = int(config.snapshot_steps or 0)
-        self._at_once = config.optimizer not in (None, "none") or config.memory_mode != "none" or not source.optimizers
-        self._folder = folder.resolve()
-        self._ranks: Ranks = Ranks()
-        self._storage = storage
-        self._is_asked = resume is not None
-        self._resume = is_on(RESUME_VARIABLE) if resume is None else resume
-        self._position = Position()
-        self._traits = traits_of((weights.model for weights in source.models.values()), source.optimizers)
-
-    @property
-    def epoch(self) -> int:
-        """How many epochs of :meth:`batches` are over: the one to begin or go on with."""
-        return self._position.epoch
-
-    def batches(self, loader: Any) -> Iterator[Any]:
-        """The batches of one epoch of ``loader``. After a resume, the epoch goes on behind the last batch of the snapshot:
-        in the order it had, shuffled or not, and with the generators that there were.
-        """
-        return self._position.of(loader)
-
-    def end_step(self) -> None:
-        """A step of the optimizer is over, and all that belongs to it: schedules, scalers, averages."""
-        if self.taking is None:
-            raise OffloadError("Snapshots are taken inside of their block: with session.snapshots(...) as snapshots.")
-        self.step += 1
-        self.taking.look()
-        if self.step % self._steps == 0:
-            with self.taking.waited():
-                self._take(self.taking)
-
-    def __enter__(self) -> Self:
-        if self._is_entered:
-            raise OffloadError("A block of snapshots is entered once: call session.snapshots(...) for another one.")
-        opened = open_snapshots(
-            self._folder, directory_of(self._config), self._resume, self._ranks, is_asked=self._is_asked
-        )
-        try:
-            if opened.found is not None:
-                self._ranks.each(lambda: self._restore(opened))
-            elif self._resume:
-                logger.warning("There is no snapshot of %s yet: training starts at its beginning.", self._folder)
-            taking = Snapshots(opened, self._config, self._storage, self._ranks)
-            taking.start()
-        except BaseException:
-            self._storage.settle_copies = None
-            opened.client.close()
-            self._ranks.close()
-            raise
-        finally:
-            opened.forget_found()
-        self.taking, self._is_entered = taking, True
-        for optimizer in self._source.optimizers:
-            taking.settle_before_steps_of(optimizer)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        taking, self.taking = self.taking, None
-        if taking is None:
-            return
-        try:
-            if kind is None:
-                # One that has left its data in the middle would go on after its last step.
-                taking.over(before=self.step if self._position.is_cut else None)
-            else:
-                taking.leave()
-        finally:
-            self._ranks.close()
-
-    def _restore(self, opened: Opened) -> None:
-        found = opened.found
-        assert found is not None
-        folder, record = found.folder, found.record
-        for name, weights in self._source.models.items():
-            weights.check(folder, record["models"].get(name), str(found), name)
-        if record["names"] != self._source.names:
-            raise SnapshotError(
-                f"{found} holds {_listed(record['names'])}, and this training has {_listed(self._source.names)}: resume with "
-                "what it was taken of, or start from the beginning."
-            )
-        check_traits(record["traits"], self._traits, str(found))
-        for name, weights in self._source.models.items():
-            weights.load(folder / name)
-        self._source.load(folder, self._ranks)
-        self.step = self.resumed_step = found.step
-        self._position.restore(contents.load(folder / contents.of_rank(_POSITION_FILE, self._ranks)))
-        set_process_states(contents.load(folder / contents.of_rank(_RANDOM_FILE, self._ranks)))
-        logger.info("Resuming from %s.", found)
-
-    def _take(self, taking: Snapshots) -> None:
-        taking.settle()  # before the ranks talk of something else
-        files: dict[str, Write] = {}
-        watched: list[Tensor] = []
-        models: dict[str, str] = {}
-        try:  # first: it may complete updates of the weights
-            others, written_later = self._source.files(self._ranks)
-            position = self._position.state()
-            self._ranks.each(lambda: contents.check_loadable("loader.state_dict()", position))
-        except SnapshotError as error:
-            taking.refuse(error)
-            return
-        for name, weights in self._source.models.items():
-            tensors = weights.tensors(copy_buffers=True)
-            layout = contents.layout_of(tensors)
-            models[name] = contents.fingerprint(layout)
-            files[name] = contents.weights_file(tensors, layout)
-            watched += tensors.values()
-        own = {
-            contents.of_rank(_RANDOM_FILE, self._ranks): contents.archived(process_states()),
-            contents.of_rank(_POSITION_FILE, self._ranks): contents.archived(position),
-        }
-        taking.take(
-            self.step,
-            files | others | contents.of_all_ranks(own, self._ranks),
-            watched + written_later,
-            {"models": models, "names": self._source.names, "traits": self._traits},
-            at_once=self._at_once
-            or self._storage.has_state
-            or any(weights.are_parked for weights in self._source.models.values()),
-        )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) or "nothing but a model"
-
-
-class Objects:
-    """A model, and what else has a ``state_dict``: :class:`Source` of a loop without a framework."""
-
-    def __init__(self, model: nn.Module, objects: Mapping[str, Any]):
-        weights = ModelWeights(model)
-        self.models = {weights.file: weights}
-        self.names = sorted(objects)
+    def __init__(
+        self, model: nn.Module, objects: Mapping[str, Any], config: OffloadConfig, folder: Path, storage: RunStorage,
+        resume: bool | None,
+    ):  # fmt: skip
         for name, each in objects.items():
             if isinstance(each, DataLoader):
                 raise OffloadConfigError(
@@ -234,33 +67,161 @@ class Objects:
                     f"snapshots({name}=...) takes what has state_dict() and load_state_dict(), and a {type(each).__name__} "
                     "has not."
                 )
-        self._optimizers = {name: each for name, each in objects.items() if isinstance(each, Optimizer)}
-        self._others = {name: each for name, each in objects.items() if name not in self._optimizers}
-        self.optimizers = list(self._optimizers.values())
-        self._are_checked = False
+        self.taking: Snapshots | None = None
+        self.resumed_step = self.step = 0
+        self._is_entered = False
+        self._model = model
+        self._objects = dict(objects)
+        self._config = config
+        self._folder = folder.resolve()
+        self._ranks: Ranks = Ranks()
+        self._storage = storage
+        self._is_asked = resume is not None
+        self._resume = is_on(RESUME_VARIABLE) if resume is None else resume
+        self._position = Position()
 
-    def files(self, ranks: Ranks) -> tuple[dict[str, Write], list[Tensor]]:
-        """Optimizers in files of their own, to be written later, and the others in one."""
-        states = {name: each.state_dict() for name, each in self._optimizers.items()}
-        others = {name: each.state_dict() for name, each in self._others.items()}
+    @property
+    def epoch(self) -> int:
+        """How many epochs of :meth:`batches` are over: the one to begin or go on with."""
+        return self._position.epoch
 
-        def check() -> None:
-            for name, state in (states | others).items():
-                is_known = self._are_checked and name in states  # its tensors are of one kind
-                contents.check_loadable(f"{name}.state_dict()", state.get("param_groups") if is_known else state)
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """The batches of one epoch of ``loader``, which has a ``state_dict``. After a resume, the epoch goes on behind the
+        last batch of the snapshot, in the order it had, and with the generators that there were.
+        """
+        return self._position.of(loader)
 
-        ranks.each(check)
-        self._are_checked = True
-        files = {f"{name}.pt": contents.archive(state) for name, state in states.items()}
-        own = {contents.of_rank(_OBJECTS_FILE, ranks): contents.archived(others)}
-        return files | contents.of_all_ranks(own, ranks), list(contents.tensors_in(list(states.values())))
+    def end_step(self) -> None:
+        """A step of the optimizer is over, and all that belongs to it: schedules, scalers, averages."""
+        if self.taking is None:
+            raise OffloadError("Snapshots are taken inside of their block: with session.snapshots(...) as snapshots.")
+        self.step += 1
+        if self.step % int(self._config.snapshot_steps or 0) == 0:
+            self.taking.take(self.step, self._contents)
 
-    def load(self, folder: Path, ranks: Ranks) -> None:
-        for name, optimizer in self._optimizers.items():
-            optimizer.load_state_dict(contents.load(folder / f"{name}.pt"))
-        states = contents.load(folder / contents.of_rank(_OBJECTS_FILE, ranks))
-        for name, each in self._others.items():
+    def __enter__(self) -> Self:
+        if self._is_entered:
+            raise OffloadError("A block of snapshots is entered once: call session.snapshots(...) for another one.")
+        taking = Snapshots(self._folder, self._config, self._ranks)
+        try:
+            found = taking.open(self._resume, is_asked=self._is_asked)
+            if found is not None:
+                self._ranks.each(lambda: self._restore(found))
+            elif self._resume:
+                logger.warning("There is no snapshot of %s yet: training starts at its beginning.", self._folder)
+            taking.begin(self._storage)
+        except BaseException:
+            taking.end(well=False)
+            self._ranks.close()
+            raise
+        taking.forget_found()
+        self.taking, self._is_entered = taking, True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        taking, self.taking = self.taking, None
+        if taking is not None:
+            try:
+                taking.end(well=kind is None)
+            finally:
+                self._ranks.close()
+
+    def _restore(self, found: Found) -> None:
+        weights = contents.weights_of(self._model)
+        contents.check_weights(weights, found.folder / _WEIGHTS_FILE, str(found))
+        own = contents.load(found.folder / contents.of_rank(_OWN_FILE, self._ranks))
+        states = contents.load(found.folder / _OPTIMIZERS_FILE) | own["objects"]
+        if states.keys() != self._objects.keys():
+            there, here = (", ".join(sorted(names)) or "nothing but a model" for names in (states, self._objects))
+            raise SnapshotError(
+                f"{found} holds {there}, and this training has {here}: resume with what it was taken of, or start from the "
+                "beginning."
+            )
+        contents.load_weights(weights, found.folder / _WEIGHTS_FILE)
+        for name, each in self._objects.items():
             each.load_state_dict(states[name])
+        self.step = self.resumed_step = found.step
+        self._position.restore(own["position"])
+        set_process_states(own["generators"])
+        logger.info("Resuming from %s.", found)
+
+    def _contents(self) -> tuple[dict[str, Content], dict[str, bytes]]:
+        """Optimizers are in a file that is written tensor by tensor. What else each rank has is small."""
+        # First: that of an optimizer may complete updates of weights.
+        states = {name: each.state_dict() for name, each in self._objects.items()}
+        position = self._position.state()
+        for name, state in {**states, "loader": position}.items():
+            contents.check_loadable(f"{name}.state_dict()", state)
+        optimizers = {name: states.pop(name) for name, each in self._objects.items() if isinstance(each, Optimizer)}
+        files = {
+            _WEIGHTS_FILE: contents.weights_file(contents.weights_of(self._model)),
+            _OPTIMIZERS_FILE: contents.archive(optimizers),
+        }
+        own = contents.archived({"objects": states, "position": position, "generators": process_states()})
+        return files, {contents.of_rank(_OWN_FILE, self._ranks): own}
+
+
+class Position:
+    """The batches of one epoch after the other.
+
+    Attributes:
+        epoch: How many epochs are over.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self._is_within = False
+        self._loader: Any = None  # of the present epoch, or the last one
+        self._restored: dict[str, Any] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What :meth:`restore` takes."""
+        loader = None if self._loader is None else self._loader.state_dict()
+        return {"epoch": self.epoch, "is_within": self._is_within, "loader": loader}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from there: the generators of the process are those of the last batch that was had."""
+        self.epoch, self._restored = state["epoch"], None if state["loader"] is None else state
+
+    def of(self, loader: Any) -> Iterator[Any]:
+        """The batches of an epoch; of the first one after a restore, those that are left.
+
+        Raises :class:`~hf_offload.errors.OffloadError` for a loader that does not know its place, and where the batches of
+        another epoch are still asked for.
+        """
+        if self._is_within:
+            raise OffloadError(
+                "snapshots.batches() was called in the middle of an epoch, and a resume could not find its place in two "
+                "loaders: use it for the training's one loader, and others, such as those of an evaluation, as they are."
+            )
+        problem = None
+        is_accelerates = hasattr(loader, "use_stateful_dataloader")  # it has the methods in any case
+        if is_accelerates or not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+            problem = f"a {type(loader).__name__} has no state_dict()" + " of its place in an epoch" * is_accelerates
+        elif getattr(loader, "generator", None) is not None:
+            problem = "a StatefulDataLoader does not find its place in a generator of its own: leave generator out"
+        if problem is not None:
+            raise OffloadError(
+                f"A resume could not find its place in the data: {problem}. Give snapshots.batches() a StatefulDataLoader of "
+                "torchdata, as it is."
+            )
+        self._loader, self._is_within = loader, True
+        restored, self._restored = self._restored, None
+        try:
+            yield from iter(loader) if restored is None else self._resumed(loader, restored)
+        finally:
+            self.epoch, self._is_within = self.epoch + 1, False
+
+    def _resumed(self, loader: Any, state: dict[str, Any]) -> Iterator[Any]:
+        now = process_states()
+        loader.load_state_dict(state["loader"])
+        iterator = iter(loader)
+        set_process_states(now)
+        if not state["is_within"] and isinstance(loader, DataLoader):
+            torch.empty((), dtype=torch.int64).random_()  # the seed of workers, which a new epoch draws
+        return iterator
 
 
 def refuse_loop(config: OffloadConfig, processes: int, models: Sequence[nn.Module]) -> None:
@@ -283,20 +244,14 @@ def common_problem(config: OffloadConfig, processes: int) -> str | None:
     return None
 
 
-class Expected:
-    """A model whose config has ``snapshot_steps``, until its loop takes any: a forward in training is an error before."""
+def expect_snapshots(model: nn.Module, how: str) -> RemovableHandle:
+    """Until its loop takes snapshots, which ``how`` says, a forward of ``model`` in training is an error."""
 
-    def __init__(self, model: nn.Module, how: str):
-        self._how = how
-        self._hook = model.register_forward_pre_hook(InertInCopies(self._refuse))
-
-    def remove(self) -> None:
-        """Snapshots are taken, or the model is given back. Idempotent."""
-        self._hook.remove()
-
-    def _refuse(self, model: nn.Module, args: Any) -> None:
+    def refuse(model: nn.Module, args: Any) -> None:
         if model.training and torch.is_grad_enabled():
             raise OffloadConfigError(
                 "snapshot_steps is set, and this loop takes no snapshots, for it alone knows where a step ends: write "
-                f"{self._how}, or leave snapshot_steps out."
+                f"{how}, or leave snapshot_steps out."
             )
+
+    return model.register_forward_pre_hook(InertInCopies(refuse))

@@ -7,18 +7,16 @@ leaves anything behind.
 
 Messages are single packets of JSON, some with descriptors, and each has one answer:
 
-    ``status``   what is held: ``pid``, ``run``, ``training``, ``snapshots``, ``error`` (of writing to disk), ``last``
+    ``status``   what is held: ``format``, ``pid``, ``training``, ``snapshots``, ``error`` (of writing to disk)
     ``join``     the sender trains from now on; answered as ``status``, or by ``refused`` with the process that trains already
-    ``fetch``    the files of the snapshot ``sequence``
+    ``fetch``    the files of the snapshot of ``step``
     ``start``    a run and its settings; snapshots of other runs are dropped
-    ``begin``    a snapshot is about to be written: all others but ``keep`` are dropped, and the sender may write to their
-                 files, unless they are ``held``, for they are on their way to disk
+    ``keep``     all snapshots but that of ``step`` are dropped, and the sender may write to their files, unless they are
+                 ``held``, for they are on their way to disk
     ``commit``   a snapshot is whole: its record and its files
-    ``over``     training has ended well, and its script may still fail: the snapshot ``keep`` stays, as the ``last``
     ``done``     nothing is needed any more
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -28,14 +26,14 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import disk
 
 _LARGEST_MESSAGE = 1 << 17
-MOST_FILES = 250
+_MOST_FILES = 250
 """In one message: Linux passes on 253 descriptors at once."""
 _FIRST_CONTACT_S = 60.0
 _Message = dict[str, Any]
@@ -48,7 +46,7 @@ def send(connection: socket.socket, message: _Message, files: Sequence[int] = ()
 
 def receive(connection: socket.socket) -> tuple[_Message, list[int]] | None:
     """The next message with its descriptors; None where the other end has closed."""
-    data, files, flags, _ = socket.recv_fds(connection, _LARGEST_MESSAGE, MOST_FILES)
+    data, files, flags, _ = socket.recv_fds(connection, _LARGEST_MESSAGE, _MOST_FILES)
     if not data:
         return None
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
@@ -88,12 +86,9 @@ class Keeper:
     def __init__(self, listener: socket.socket):
         self._listener = listener
         self._connections: dict[int, socket.socket] = {}
-        self._held: dict[int, _Snapshot] = {}  # by sequence
-        self._last: int | None = None
-        self._run: str | None = None
+        self._held: dict[int, _Snapshot] = {}  # by step
         self._wait_s = 0.0
         self._training: tuple[int, int] | None = None  # process, and the descriptor of its connection
-        self._watched: int | None = None  # readable once that process has ended
         self._ends_at: float | None = time.monotonic() + _FIRST_CONTACT_S
         self._done = False
         self._directory: Path | None = None
@@ -110,14 +105,11 @@ class Keeper:
             if left is not None and left <= 0:
                 break
             waiting = [self._listener.fileno(), self._writer_ends, *self._connections]
-            waiting += [] if self._watched is None else [self._watched]
             for number in readable(waiting, left):
                 if number == self._listener.fileno():
                     self._accept()
                 elif number == self._writer_ends:
                     self._end_writing()
-                elif number == self._watched:
-                    self._training_ended()
                 elif number in self._connections and not self._answer(number):
                     self._close(number)
         while self._writer is not None:
@@ -131,23 +123,12 @@ class Keeper:
         connection.setblocking(False)
         self._connections[connection.fileno()] = connection
 
-    def _training_ended(self) -> None:
-        """The process has: what it had sent counts. A child of it may hold the connection open."""
-        assert self._training is not None
-        number = self._training[1]
-        while readable([number], 0) and self._answer(number):
-            pass
-        self._close(number)
-
     def _close(self, number: int) -> None:
         """The other end has. Wait for the next training, if this one has left anything."""
         self._connections.pop(number).close()
         if self._training is None or self._training[1] != number:
             return
         self._training = None
-        if self._watched is not None:
-            os.close(self._watched)
-            self._watched = None
         self._ends_at = time.monotonic() + (self._wait_s if self._held else 0.0)
 
     def _answer(self, number: int) -> bool:
@@ -172,72 +153,57 @@ class Keeper:
         if self._training is None or self._training[1] != number:
             raise ValueError("not the process that trains")
         if asked == "fetch":
-            return {}, self._held[message["sequence"]].files
+            return {}, self._held[message["step"]].files
         if asked == "start":
             self._start(message)
-        elif asked == "begin":
-            self._drop_all_but(message["keep"])
+        elif asked == "keep":
+            self._drop(lambda snapshot: snapshot.record["step"] != message["step"])
         elif asked == "commit":
             self._commit(message["record"], files)
-        elif asked == "over":
-            self._last = message["keep"]
-            self._drop_all_but(self._last)
         elif asked == "done":
             self._done = True
-        held = [*self._held, *([] if self._written is None else [self._written.record["sequence"]])]
+        held = [*self._held, *([] if self._written is None else [self._written.record["step"]])]
         return {"held": held, "error": self._error}, ()
 
     def _status(self) -> _Message:
         return {
             "format": disk.FORMAT,
             "pid": os.getpid(),
-            "run": self._run,
             "training": None if self._training is None else self._training[0],
             "snapshots": [each.record for each in self._held.values()],
             "error": self._error,
-            "last": self._last,
         }
 
     def _join(self, number: int) -> _Message:
-        if self._watched is not None and readable([self._watched], 0):
-            self._training_ended()
         if self._training is not None:
             return {"refused": self._training[0]}
-        pid = peer_of(self._connections[number])[0]
-        with contextlib.suppress(OSError, AttributeError):  # a kernel before 5.3: its connection closes, too
-            self._watched = os.pidfd_open(pid)
-        self._training, self._ends_at = (pid, number), None
+        self._training, self._ends_at = (peer_of(self._connections[number])[0], number), None
         return self._status()
 
     def _start(self, message: _Message) -> None:
-        if self._run != message["run"]:
-            self._drop_all_but(None)
+        self._drop(lambda snapshot: snapshot.record["run"] != message["run"])
         while self._writer is not None:  # the last one of an earlier start
             self._end_writing()
-        self._run, self._wait_s, self._error, self._last = message["run"], message["wait_s"], None, None
+        self._wait_s, self._error = message["wait_s"], None
         self._directory = None if message["directory"] is None else Path(message["directory"])
         if self._directory is not None:
             try:
-                disk.begin_run(
-                    self._directory, {name: message[name] for name in ("format", "run", "training", "output")}
-                )
+                disk.check_writable(self._directory)
             except OSError as error:
                 self._error = str(error)
 
-    def _drop_all_but(self, keep: int | None) -> None:
-        for sequence in [each for each in self._held if each != keep]:
-            self._drop(self._held.pop(sequence))
-
-    def _drop(self, snapshot: _Snapshot) -> None:
-        if snapshot is self._unwritten:
-            self._unwritten = None
-        if snapshot is not self._written:
-            snapshot.close()
+    def _drop(self, is_dropped: Callable[[_Snapshot], bool]) -> None:
+        for step, snapshot in list(self._held.items()):
+            if is_dropped(snapshot):
+                del self._held[step]
+                if snapshot is self._unwritten:
+                    self._unwritten = None
+                if snapshot is not self._written:
+                    snapshot.close()
 
     def _commit(self, record: _Message, files: list[int]) -> None:
-        if record["sequence"] in self._held:  # sent again
-            self._drop(self._held.pop(record["sequence"]))
-        snapshot = self._held[record["sequence"]] = _Snapshot(record, files)
+        self._drop(lambda snapshot: snapshot.record["step"] == record["step"])  # it is sent again
+        snapshot = self._held[record["step"]] = _Snapshot(record, files)
         if self._directory is not None:
             self._unwritten = snapshot
             self._write_next()
@@ -257,7 +223,7 @@ class Keeper:
         try:
             disk.write_checkpoint(directory, record, files)
         except OSError as failed:
-            error = disk.reason_of(failed, directory)
+            error = str(failed)
         self._error = error
         os.write(self._writer_has_ended, b"x")
 

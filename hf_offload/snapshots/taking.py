@@ -1,11 +1,8 @@
-"""Taking snapshots: files in memory, written while training goes on and whole before the weights change.
+"""Taking snapshots: files in memory, whose descriptors the snapshot process has, too.
 
 Note: consistency
-    A snapshot is begun at the end of a step. Small things are copied at once. A thread copies weights and optimizer state
-    during the forward and the backward of the next step; :meth:`Snapshots.settle` waits for it before the optimizer steps.
-    The version counter of each tensor is compared at the end: if something has changed, the snapshot is dropped, the one
-    before stays, and later ones are copied at once. The record, with names, sizes and checksums, is the last that the
-    snapshot process receives: a snapshot without one does not exist.
+    A snapshot is copied at the end of a step, while nothing changes. The record, with names, sizes and checksums, is the last
+    that the snapshot process receives: a snapshot without one does not exist. The newest whole one is not written to.
 
 Note: ranks
     Each rank copies by itself, and all drop what one of them could not copy. Some may be killed before they have committed a
@@ -15,266 +12,279 @@ Note: ranks
 import contextlib
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from hf_offload.errors import SnapshotError, TierFullError
+from hf_offload.errors import OffloadConfigError, OffloadError, SnapshotError, TierFullError
 from hf_offload.ranks import Ranks
 from hf_offload.settings.schema import OffloadConfig, snapshots_held
-from hf_offload.snapshots import disk, parity, retained
-from hf_offload.snapshots.memory import Write
-from hf_offload.snapshots.restoring import Opened
-from hf_offload.snapshots.slots import Slots
+from hf_offload.settings.sizes import format_bytes
+from hf_offload.snapshots import client as clients
+from hf_offload.snapshots import disk, parity
+from hf_offload.snapshots.client import SnapshotClient, address_of
+from hf_offload.snapshots.contents import Content, MemoryFile, small_file
+from hf_offload.snapshots.restoring import LINKS, Found, check_format, newest_whole, snapshots_in, training_of
+from hf_offload.storage.host_memory import ram_bytes
 from hf_offload.storage.service import HeldRam, RunStorage
-from hf_offload.surgery import InertInCopies
 
 logger = logging.getLogger(__name__)
 
-
-def directory_of(config: OffloadConfig) -> Path | None:
-    """Where snapshots go from memory, if anywhere."""
-    return None if config.snapshot_dir is None else Path(os.fspath(config.snapshot_dir)).resolve()
+_SPARE_BYTES = 1 << 20
+"""For small things, and what archives add."""
 
 
 class Snapshots:
-    """The snapshots that one training takes.
+    """The snapshots of one training: which it goes on from, and which it takes.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` on systems without files in memory.
 
     Attributes:
+        mark: The training and its run, see :func:`~hf_offload.snapshots.restoring.training_of`.
+        found: The snapshot to go on from; None to start at the beginning, and once nothing of it is needed any more.
         taken: How many are whole.
         stalled_s: Seconds that training has waited for them.
     """
 
-    def __init__(self, opened: Opened, config: OffloadConfig, storage: RunStorage, ranks: Ranks):
+    def __init__(self, output: Path, config: OffloadConfig, ranks: Ranks):
+        if not hasattr(os, "memfd_create"):
+            raise OffloadConfigError("snapshot_steps cannot be used here: snapshots need Linux. Leave it out.")
+        self.mark: dict[str, Any] = {}
+        self.found: Found | None = None
         self.taken = 0
         self.stalled_s = 0.0
-        self._opened = opened
+        self._output = output
         self._config = config
-        self._storage = storage
+        self._directory = None if config.snapshot_dir is None else Path(os.fspath(config.snapshot_dir)).resolve()
         self._ranks = ranks
-        self._slots = Slots(opened, HeldRam(storage, "snapshots"), snapshots_held(config), ranks.local_count)
-        self._sequence = opened.sequence
+        self._client: SnapshotClient | None = None
         self._run: dict[str, Any] = {}
-        self._thread: threading.Thread | None = None
-        self._waits_since: float | None = None
-        self._failure: BaseException | None = None
-        self._torn: str | None = None
-        self._at_once = False
-        self._hooks: list[Any] = []
-        storage.settle_copies = self.settle
+        self._held: HeldRam | None = None
+        self._newest: int | None = None  # step of the newest that all ranks have
+        self._files: dict[int, list[MemoryFile]] = {}  # by step
+        self._free: list[list[MemoryFile]] = []  # of snapshots that were dropped
 
-    def start(self) -> None:
-        """Begin the run of what was opened. All ranks call it.
+    # -- the beginning ------------------------------------------------------------------------------------------------------
+
+    def open(self, resume: bool, checkpoint: str | None = None, *, is_asked: bool = True) -> Found | None:
+        """Connect to the snapshot process of the training, or start it. With ``resume``, find the newest snapshot that is
+        whole in all ranks; else training goes on from ``checkpoint``, or begins. Unless it ``is_asked``, the script has not
+        said whether to resume. All ranks call it.
+
+        Raises :class:`~hf_offload.errors.SnapshotError` if another training is connected to it, if ``snapshot_dir`` is that
+        of another one, or for snapshots of another version or number of processes.
+        """
+        ranks, output = self._ranks, self._output
+        mark = self.mark = ranks.first(lambda: training_of(output))
+        on_disk = ranks.first(lambda: snapshots_in(self._directory, mark))
+        if clients.has_ended(mark["training"]) and not (resume and is_asked) and checkpoint is None:
+            raise SnapshotError(
+                f"This process has trained in {output} already, and a restart would take one training for the other: give "
+                "each an output directory of its own, or go on with resume_from_checkpoint=True."
+            )
+        clients.release(but=mark["training"])
+        client = ranks.each(self._joined)
+        if resume:
+            ranks.each(lambda: check_format(client.status, "in memory"))
+            links = output / (LINKS if ranks.count == 1 else f"{LINKS}-{ranks.number}")
+            self.found = newest_whole(client, mark["run"], on_disk, links, ranks)
+            return self.found
+        self.begin_run()
+        if client.status["snapshots"]:
+            logger.warning(
+                "Training %s, as was asked for: the snapshots that an earlier one has left in memory, the newest of step %d, "
+                "are dropped.",
+                "starts at its beginning" if checkpoint is None else f"goes on from {checkpoint}",
+                max(each["step"] for each in client.status["snapshots"]),
+            )
+        return None
+
+    def _joined(self) -> SnapshotClient:
+        client = SnapshotClient.connect(address_of(self.mark["training"], self._ranks.number), join=True)
+        assert client is not None
+        if "refused" in client.status:
+            client.close()
+            raise SnapshotError(
+                f"Process {client.status['refused']} trains already with {self._output} as its output directory, and takes "
+                "snapshots: end it, or write to another directory."
+            )
+        self._client = client
+        return client
+
+    def begin_run(self) -> None:
+        """Training does not go on from a snapshot: another run begins. All ranks call it."""
+        self.mark = self._ranks.first(lambda: training_of(self._output, begins=True))
+
+    def begin(self, storage: RunStorage) -> None:
+        """Training begins. All ranks call it.
 
         Raises :class:`~hf_offload.errors.SnapshotError` if nothing can be written to ``snapshot_dir``.
         """
-        training, run, found = self._opened.training, self._opened.run, self._opened.found
+        is_resumed = self.found is not None and self.found.record["run"] == self.mark["run"]
+        self._newest = self.found.step if self.found is not None and is_resumed else None
+        self._held = self._held or HeldRam(storage, "snapshots")
         self._run = {
-            "format": disk.FORMAT,
-            "run": run,
-            "began": self._opened.began,
-            "training": training.number,
-            "output": training.output,
-        }
-        directory = directory_of(self._config) if self._ranks.is_first else None
-        settings = {
-            **self._run,
-            "directory": None if directory is None else str(directory),
+            "run": self.mark["run"],
+            "directory": None if self._directory is None or not self._ranks.is_first else str(self._directory),
             "wait_s": float(self._config.snapshot_wait_s),
         }
-        goes_on = found is not None and found.record["run"] == run
-        self._ranks.each(lambda: self._slots.begin_run(settings, found if goes_on else None))
+        errors = self._ranks.gather(self._ranks.each(lambda: self._ask("start", **self._run)["error"]))
+        error = next((each for each in errors if each is not None), None)
+        if error is not None:
+            raise SnapshotError(
+                f"Snapshots cannot be written to {self._directory}: {error}. Name another snapshot_dir, or none."
+            )
 
-    def settle_before_steps_of(self, optimizer: Any) -> None:
-        """Have every step of ``optimizer`` wait for the copy. For one without such hooks, snapshots are copied at once."""
-        while hasattr(optimizer, "optimizer"):  # in accelerate's wrapper
-            optimizer = optimizer.optimizer
-        register = getattr(optimizer, "register_step_pre_hook", None)
-        if register is None:
-            self._at_once = True
-        else:
-            self._hooks.append(register(InertInCopies(lambda *_: self.settle())))
+    def forget_found(self) -> None:
+        """Nothing of the snapshot that training goes on from is needed any more. Idempotent."""
+        if self.found is not None:
+            self.found.close()
+            self.found = None
 
-    def take(
-        self,
-        step: int,
-        files: Mapping[str, Write],
-        watched: Iterable[Tensor],
-        description: Mapping[str, Any],
-        at_once: bool = False,
-    ) -> None:
-        """Begin a snapshot of ``step``.
+    # -- while training -----------------------------------------------------------------------------------------------------
 
-        Args:
-            step: Optimizer steps so far.
-            files: Name -> what writes its content.
-            watched: The tensors whose bytes are written, which must stay as they are until :meth:`settle`.
-            description: Goes into the record.
-            at_once: Whether to write it now.
+    def take(self, step: int, prepare: Callable[[], tuple[dict[str, Content], dict[str, bytes]]]) -> None:
+        """Take a snapshot of ``step``, the number of optimizer steps so far. ``prepare`` returns what files hold, by their
+        names, and what small ones do that each rank has of its own: the snapshot of each has those of all, and is a whole
+        checkpoint. All ranks call it.
 
-        Raises :class:`~hf_offload.errors.SnapshotError` or :class:`~hf_offload.errors.TierFullError` if there is no room for
-        the first one. A later one that fails is a warning: the one before stays.
+        Raises :class:`~hf_offload.errors.SnapshotError` or :class:`~hf_offload.errors.TierFullError` if the first one fails.
+        A later one that fails is a warning: the one before stays.
         """
-        self.settle()
-        versions = [(tensor, tensor._version) for tensor in watched]
+        began = time.perf_counter()
+        try:
+            self._take(step, *self._ranks.each(prepare))
+        except (SnapshotError, TierFullError) as failure:
+            if self.taken == 0:
+                raise
+            logger.warning("A snapshot was not taken: %s The one before stays.", failure)
+        finally:
+            self.stalled_s += time.perf_counter() - began
 
-        def torn() -> str | None:
-            changed = next((tensor for tensor, version in versions if tensor._version != version), None)
-            return None if changed is None else f"A tensor of shape {tuple(changed.shape)}"
+    def _take(self, step: int, files: dict[str, Content], own: dict[str, bytes]) -> None:
+        """Copy, and commit what all ranks have copied. An error of one of them is one of all."""
+        ranks = self._ranks
+        everyone = ranks.gather((step, own))
+        if any(other != step for other, _ in everyone):
+            steps = ", ".join(str(other) for other, _ in everyone)
+            raise OffloadError(f"Ranks take snapshots of different steps, {steps}: all have to end the same steps.")
+        files |= {name: small_file(content) for _, others in everyone for name, content in others.items()}
+        written = ranks.each(lambda: self._written(step, files))
+        sizes = [[file.nbytes, file.checksum] for file in written]
+        record: dict[str, Any] = {
+            **self.mark,
+            "format": disk.FORMAT,
+            "step": step,
+            "ranks": ranks.count,
+            "files": [[name, *each] for name, each in zip(files, sizes, strict=True)],
+        }
+        if self._config.snapshot_parity:
+            peers = record["peers"] = ranks.gather(sizes)
+            row = ranks.each(lambda: self._parity(self._files[step][len(written)], written, peers))
+            record["parity"] = [row.nbytes, row.checksum]
+            written = [*written, row]
+        ranks.each(lambda: self._ask("commit", [file.number for file in written], record=record))
+        self._newest = step
+        self.taken += 1
 
-        self._sequence += 1
-        record = {**self._run, "sequence": self._sequence, "step": step, "ranks": self._ranks.count, **description}
-        nbytes = sum(tensor.nbytes for tensor, _ in versions)
-        arguments = record, dict(files), nbytes, torn
-        self._thread = threading.Thread(target=self._copy, args=arguments, name="hf_offload-snapshot", daemon=True)
-        self._thread.start()
-        if at_once or self._at_once:
-            self.settle()
-
-    def settle(self) -> None:
-        """Wait until the snapshot that was begun is whole: the weights may change then. Raises as :meth:`take` does."""
-        thread = self._thread
-        if thread is None:
-            return
-        with self.waited():
-            thread.join()
-        self._thread = None
-        failure, self._failure = self._failure, None
-        torn, self._torn = self._torn, None
-        if torn is not None:
-            self._at_once = True
+    def _written(self, step: int, files: Mapping[str, Content]) -> list[MemoryFile]:
+        nbytes = sum(content.nbytes for content in files.values())
+        nbytes += nbytes // (self._ranks.count - 1) if self._config.snapshot_parity else 0
+        answer = self._ask("keep", step=self._newest)
+        if answer["error"] is not None:
             logger.warning(
-                "%s changed while a snapshot was copied, which is dropped: the next ones are copied at once.", torn
+                "A snapshot was not written to %s: %s. Those in memory are whole.", self._directory, answer["error"]
             )
-        elif failure is not None:
-            self.refuse(failure)
-        else:
-            self.taken += 1
-            error, self._slots.disk_error = self._slots.disk_error, None
-            if error is not None:
-                directory = directory_of(self._config)
-                logger.warning("A snapshot was not written to %s: %s. Those in memory are whole.", directory, error)
-
-    def refuse(self, failure: BaseException) -> None:
-        """Raise the ``failure`` of the first snapshot. That of a later one is a warning: the one before stays."""
-        if self.taken == 0 or not isinstance(failure, (OSError, SnapshotError, TierFullError)):
-            raise failure
-        logger.warning("A snapshot was not taken: %s The one before stays.", failure)
-
-    @contextlib.contextmanager
-    def waited(self) -> Iterator[None]:
-        """Training waits for what is done inside, such as a snapshot that is gathered."""
-        began, self._waits_since = self._waits_since, self._waits_since or time.perf_counter()
+        for dropped in self._files.keys() - set(answer["held"]):
+            self._free.append(self._files.pop(dropped))
+        present = self._files[step] = self._free.pop() if self._free else []
+        self._make_room(nbytes + _SPARE_BYTES, sum(file.nbytes for file in present))
         try:
-            yield
-        finally:
-            if began is None:
-                self.stalled_s += time.perf_counter() - self._waits_since
-            self._waits_since = began
+            present += [MemoryFile(nbytes) for _ in range(len(files) + 1 - len(present))]  # one is for parity
+            for file, content in zip(present, files.values(), strict=False):
+                file.begin()
+                content.write(file)
+                file.end()
+        except OSError as error:
+            for file in present:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(file.number, 0)
+            raise self._no_room(nbytes, error) from error
+        return present[: len(files)]
 
-    def look(self) -> None:
-        """Have another snapshot process keep what there is, should this one have ended. Costs a system call."""
-        if self._thread is None:
-            self._slots.look()
-
-    def leave(self) -> None:
-        """Training has not ended well: the snapshots stay for the next one. Idempotent."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = self._failure = None
-        self._detach()
-        self._slots.leave()
-
-    def over(self, before: int | None = None) -> None:
-        """Training has ended well: the newest snapshot, or the newest of a step ``before`` this one, stays until the script
-        has. All ranks call it.
-        """
+    def _parity(self, row: MemoryFile, written: list[MemoryFile], peers: parity.Peers) -> MemoryFile:
+        row.begin()
         try:
-            self.settle()
-            self._ranks.gather(None)  # if one fails here, the others keep what it needs to go on
-            logger.info("%d snapshots were taken, for which training waited %.2f s in all.", self.taken, self.stalled_s)
-            retained.note_end(self._opened.training.number)
-        finally:
-            self._detach()
-            self._slots.over(before)
-
-    def _detach(self) -> None:
-        self._storage.settle_copies = None
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    # -- in the thread that copies ------------------------------------------------------------------------------------------
-
-    def _copy(
-        self, record: dict[str, Any], files: dict[str, Write], nbytes: int, torn: Callable[[], str | None]
-    ) -> None:
-        try:
-            self._snapshot(record, files, nbytes, torn)
-        except BaseException as error:
-            self._failure = error
-
-    def _snapshot(
-        self, record: dict[str, Any], files: dict[str, Write], nbytes: int, torn: Callable[[], str | None]
-    ) -> None:
-        """Copy, and commit what all ranks have copied; not if something is ``torn`` in one of them. An error of one of them
-        is one of all.
-        """
-        slots, step, sequence = self._slots, record["step"], record["sequence"]
-        with_parity = self._config.snapshot_parity > 0
-        more_bytes = nbytes // (self._ranks.count - 1) if with_parity else 0
-        written, failure = _tried(lambda: slots.again(lambda: slots.write(sequence, files, nbytes, more_bytes)))
-        numbers = [file.number for file in written or ()]
-        listed = [[name, file.nbytes, file.checksum] for name, file in zip(files, written or (), strict=False)]
-        record = {**record, "files": listed}
-        if self._is_dropped(step, torn(), failure):
-            return
-        if with_parity:
-            stream, row = parity.Stream(record, numbers), slots.parity_file(sequence, len(numbers))
-            sizes = self._tell(stream.nbytes)
-            described, failure = _tried(lambda: parity.take(self._ranks, stream, sizes, row))
-            if isinstance(failure, OSError):
-                failure = slots.no_room(nbytes, failure)
-            if self._is_dropped(step, None, failure):
-                return
+            parity.take(self._ranks, peers, [file.number for file in written], row)
             row.end()
-            record, numbers = {**record, parity.NAME: described}, [*numbers, row.number]
-        _, failure = _tried(lambda: slots.again(lambda: slots.commit(record, numbers)))
-        if not self._is_dropped(step, None, failure):
-            slots.newest = sequence
+        except OSError as error:
+            raise self._no_room(row.nbytes, error) from error
+        return row
 
-    def _is_dropped(self, step: int, torn: str | None, failure: Exception | None) -> bool:
-        """False if all have come as far with the same step. Raises what has failed in a rank."""
-        told = self._tell((step, torn, None if failure is None else str(failure)))
-        if any(step != other for other, _, _ in told):
-            raise RuntimeError(
-                f"Ranks take snapshots of different steps, {', '.join(str(each) for each, _, _ in told)}: all of them "
-                "have to end the same steps."
-            )
-        if failure is not None:
-            raise failure
-        for rank, (_, other_torn, other_failure) in enumerate(told):
-            who = "" if rank == self._ranks.number else f"Rank {rank}: "
-            if other_failure is not None:
-                raise SnapshotError(f"{who}{other_failure}")
-            if other_torn is not None:
-                self._torn = f"{who}{other_torn}"
-                return True
-        return False
+    def _make_room(self, nbytes: int, present: int) -> None:
+        """Take the bytes from the budget, and see that the machine has them."""
+        assert self._held is not None
+        name = f"snapshot {len(self._files) + len(self._free)}"
+        if nbytes > self._held.held.get(name, 0):
+            try:
+                self._held.release([name])
+                self._held.hold({name: nbytes})
+            except TierFullError as error:
+                raise TierFullError(
+                    f"A snapshot needs {format_bytes(nbytes)}, and memory holds {snapshots_held(self._config)}. {error} "
+                    "Raise ram_budget, or drop snapshot_steps."
+                ) from error
+        available = ram_bytes()[1]
+        if available is not None and (nbytes - present) * self._ranks.local_count > available:
+            raise self._no_room(nbytes, f"{format_bytes(available)} are available")
 
-    def _tell(self, value: Any) -> list[Any]:
+    def _no_room(self, nbytes: int, why: object) -> SnapshotError:
+        return SnapshotError(
+            f"There is no room in shared memory for a snapshot of {format_bytes(nbytes)}: {why}. Snapshots take "
+            f"{snapshots_held(self._config)} times that: free memory, raise its limit, or drop snapshot_steps."
+        )
+
+    def _ask(self, what: str, files: list[int] | None = None, **values: Any) -> dict[str, Any]:
+        """The answer to a message: that of another process if this one has ended, and all it held is lost.
+
+        Raises :class:`~hf_offload.errors.SnapshotError` if that one ends as well.
+        """
+        assert self._client is not None
         try:
-            return self._ranks.gather(value)
-        except RuntimeError as error:
-            raise SnapshotError(f"Another process of the training does not answer: {error}.") from error
+            return self._client.ask(what, files or (), **values)
+        except ConnectionError:
+            self._client.close()
+        logger.warning("The snapshot process has ended, by a signal or for lack of memory: another one is started.")
+        try:
+            client = self._joined()
+            client.ask("start", **self._run)
+            return client.ask(what, files or (), **values)
+        except ConnectionError as error:
+            raise SnapshotError(f"The snapshot process has ended again: {error}.") from error
 
+    # -- the end ------------------------------------------------------------------------------------------------------------
 
-def _tried(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What ``work`` returns, or its error: the other ranks have to know."""
-    try:
-        return work(), None
-    except Exception as error:
-        return None, error
+    def end(self, well: bool) -> None:
+        """Training has ended. If not ``well``, the snapshots stay for the next one; else the newest stays until the script
+        has ended, too: all ranks call it. Idempotent.
+        """
+        self.forget_found()
+        if self._client is None:
+            return
+        try:
+            if well:
+                self._ranks.gather(None)  # if one fails here, the others keep what it needs to go on
+                logger.info(
+                    "%d snapshots were taken, for which training waited %.2f s in all.", self.taken, self.stalled_s
+                )
+                self._ask("keep", step=self._newest)
+                clients.retain(self.mark["training"], self._client)
+            else:
+                self._client.close()
+        finally:
+            self._client = None
+            for file in [file for files in [*self._free, *self._files.values()] for file in files]:
+                file.close()
+            if self._held is not None:
+                self._held.release(list(self._held.held))

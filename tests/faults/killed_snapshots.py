@@ -22,15 +22,14 @@ from pathlib import Path
 
 import torch
 from rich.progress import track
-from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import Trainer, TrainerCallback, default_data_collator
 from transformers.utils import logging as transformers_logging
 
 from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
-from hf_offload.snapshots import retained
-from hf_offload.snapshots.client import SnapshotClient, address_of
-from hf_offload.snapshots.identity import known_training, training_of
+from hf_offload.snapshots import client as clients
 from tests.faults.killed import shared_memory
+from tests.helpers.snapshot_processes import held_by
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
 
 EVERY = 4
@@ -78,13 +77,13 @@ def trainer_in(folder: Path, snapshots: bool, callbacks=(), model="gpt2", evalua
 
 
 def trained_in_loop(folder: Path, snapshots: bool, progress: "Progress | None" = None, **settings) -> dict:
-    """The same in a loop of its own, with an order of the rows that global generators draw."""
+    """The same in a loop of its own."""
     torch.manual_seed(3)
     model = tiny_model("gpt2", dropout=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
     data = ExampleDataset("gpt2", 50, seed=1)
-    loader = DataLoader(data, batch_size=2, shuffle=True, collate_fn=default_data_collator)
+    loader = StatefulDataLoader(data, batch_size=2, shuffle=True, collate_fn=default_data_collator)
     losses = []
 
     def train(epochs, batches_of, step, end_step):
@@ -171,7 +170,7 @@ def in_child(folder: Path, directory: Path | None, kind: str) -> int:
                 trainer.train(resume_from_checkpoint=True)
                 result = result_of(trainer)
             torch.save(result, folder / "result")
-            retained.release()
+            clients.release()
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -189,25 +188,6 @@ def problems_of(folder: Path, code: int, wanted: dict) -> list[str]:
     return [
         f"its {name} are not those of one that never stopped" for name in wanted if not same(wanted[name], found[name])
     ]
-
-
-def address_in(folder: Path, rank: int = 0) -> bytes:
-    """Where the snapshot process listens, or would listen, of the training that writes to ``folder``."""
-    return address_of(training_of(folder).number, rank)
-
-
-def held_by(folder: Path, rank: int = 0) -> dict | None:
-    """What the snapshot process of a training says, if there is one."""
-    if known_training(folder) is None:
-        return None
-    try:
-        client = SnapshotClient.connect(address_in(folder, rank), start=False)
-        if client is None:
-            return None
-        with contextlib.closing(client):
-            return client.ask("status")
-    except ConnectionError:
-        return None
 
 
 def progress(folder: Path) -> tuple[int, int] | None:

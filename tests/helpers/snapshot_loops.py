@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hf_offload import OffloadConfig, attach
 
@@ -28,14 +29,17 @@ def batches() -> list[torch.Tensor]:
     return list(torch.randn(STEPS, 2, 4, generator=torch.Generator().manual_seed(1)))
 
 
+def in_order() -> StatefulDataLoader[torch.Tensor]:
+    """The same, of a loader that knows its place."""
+    return StatefulDataLoader(batches(), batch_size=None)
+
+
 def trained(
     folder: Path, stop: int | None = None, *, resume: bool | None = False, model: nn.Module | None = None,
     optimizer: Any = None, loader: Any = None, epochs: int = 1, objects: dict[str, Any] | None = None,
-    leave: int | None = None, **settings: Any,
+    **settings: Any,
 ) -> tuple[int, dict[str, torch.Tensor]]:  # fmt: skip
-    """The step where it began, and the weights at its end. At ``stop``, it raises :class:`Stops`, and after the step
-    ``leave``, an epoch ends before its data do.
-    """
+    """The step where it began, and the weights at its end. At ``stop``, it raises :class:`Stops`."""
     model = net() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if optimizer is None else optimizer
     session = attach(model, OffloadConfig(tier="none", snapshot_steps=EVERY, snapshot_wait_s=WAIT_S, **settings))
@@ -43,15 +47,13 @@ def trained(
         with session.snapshots(folder, optimizer=optimizer, resume=resume, **(objects or {})) as snapshots:
             begun = snapshots.step
             for _ in range(snapshots.epoch, epochs):
-                for batch in snapshots.batches(batches() if loader is None else loader):
+                for batch in snapshots.batches(in_order() if loader is None else loader):
                     model(batch).square().mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()
                     snapshots.end_step()
                     if snapshots.step == stop:
                         raise Stops
-                    if snapshots.step == leave:
-                        break
     finally:
         session.detach()
     return begun, {name: one.detach().clone() for name, one in model.state_dict().items()}

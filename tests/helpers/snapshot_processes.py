@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from hf_offload.snapshots.client import SnapshotClient, address_of
+from hf_offload.snapshots.restoring import known_training, training_of
+
 
 def snapshot_processes(variable: str, value: str) -> set[int]:
     """Those that have this in their environment."""
@@ -54,3 +57,45 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def address_in(folder: Path, rank: int = 0) -> bytes:
+    """Where the snapshot process listens, or would listen, of the training that writes to ``folder``."""
+    return address_of(training_of(folder)["training"], rank)
+
+
+def held_by(folder: Path, rank: int = 0) -> dict | None:
+    """What the snapshot process of a training says, if there is one."""
+    if known_training(folder) is None:
+        return None
+    try:
+        client = SnapshotClient.connect(address_in(folder, rank), join=False)
+        if client is None:
+            return None
+        with contextlib.closing(client):
+            return client.status
+    except ConnectionError:
+        return None
+
+
+def steps_held(folder: Path, rank: int = 0) -> list[int] | None:
+    """Of the snapshots in memory; None if there is no process that would hold any."""
+    held = held_by(folder, rank)
+    return None if held is None else sorted(each["step"] for each in held["snapshots"])
+
+
+def end_process(folder: Path, rank: int = 0) -> None:
+    """Kill the snapshot process of a training: what is in memory goes, as when the machine starts again."""
+    held = held_by(folder, rank)
+    assert held is not None
+    os.kill(held["pid"], signal.SIGKILL)
+    until(lambda: held_by(folder, rank) is None)
+
+
+def flip(path: Path) -> None:
+    """A bit in the middle of a file."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))

@@ -3,30 +3,25 @@
 import errno
 import os
 import shutil
-import signal
 
 import pytest
 
 from hf_offload.errors import SnapshotError
 from hf_offload.settings.environment import RESUME_VARIABLE
+from hf_offload.snapshots import client as clients
 from hf_offload.snapshots import disk as on_disk
-from hf_offload.snapshots import identity, retained
-from hf_offload.snapshots.memory import MemoryFile
-from hf_offload.snapshots.restoring import damage_on_disk
-from tests.faults.killed_snapshots import held_by, same
+from hf_offload.snapshots import restoring
+from hf_offload.snapshots.contents import MemoryFile
+from tests.faults.killed_snapshots import same
 from tests.helpers.snapshot_loops import STEPS, Stops, trained
-from tests.helpers.snapshot_processes import no_process_is_left, until  # noqa: F401  a fixture for all tests
+from tests.helpers.snapshot_processes import end_process, no_process_is_left, until  # noqa: F401  a fixture for all tests
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # which torchdata calls
 
 
 def dies(folder, step=7, **settings):
     with pytest.raises(Stops):
         trained(folder, step, **settings)
-
-
-def forget_memory(folder):
-    """As the machine does when it starts again."""
-    os.kill(held_by(folder)["pid"], signal.SIGKILL)
-    until(lambda: held_by(folder) is None)
 
 
 @pytest.fixture
@@ -40,12 +35,12 @@ def test_an_output_directory_that_was_moved_is_that_of_the_same_training(whole, 
     dies(tmp_path / "run", **settings)
     if place == "disk":
         until(lambda: (tmp_path / "disk" / "checkpoint-6").exists())
-        forget_memory(tmp_path / "run")
+        end_process(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "moved")
     begun, found = trained(tmp_path / "moved", resume=True, **settings)
     assert begun == 6
     assert same(whole, found)
-    assert identity.known_training(tmp_path / "moved").output == str(tmp_path / "moved")
+    assert restoring.known_training(tmp_path / "moved")["output"] == str(tmp_path / "moved")
 
 
 def test_a_copy_is_another_training(tmp_path, caplog):
@@ -67,11 +62,11 @@ def test_another_directory_at_the_same_path_is_another_training(tmp_path):
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_a_snapshot_dir_of_another_training_that_has_not_ended_is_refused(whole, tmp_path, resume):
+def test_a_snapshot_dir_of_another_training_is_refused(whole, tmp_path, resume):
     settings = {"snapshot_dir": str(tmp_path / "disk")}
     dies(tmp_path / "run", **settings)
     until(lambda: (tmp_path / "disk" / "checkpoint-6").exists())
-    forget_memory(tmp_path / "run")
+    end_process(tmp_path / "run")
     with pytest.raises(
         SnapshotError, match=rf"{tmp_path}/disk holds snapshots of another training, .*{tmp_path}/run: name"
     ):
@@ -79,25 +74,18 @@ def test_a_snapshot_dir_of_another_training_that_has_not_ended_is_refused(whole,
     begun, found = trained(tmp_path / "run", resume=True, **settings)
     assert begun == 6
     assert same(whole, found)
-
-
-def test_a_snapshot_dir_of_a_training_that_has_ended_is_its_own(tmp_path):
-    disk = tmp_path / "disk"
-    trained(tmp_path / "first", snapshot_dir=str(disk))
-    retained.release()
-    with pytest.raises(SnapshotError, match=r"another training, .*first: name another snapshot_dir, or remove them"):
-        trained(tmp_path / "second", resume=True, snapshot_dir=str(disk))
-    for path in disk.glob("checkpoint-*"):
+    clients.release()
+    for path in (tmp_path / "disk").glob("checkpoint-*"):
         shutil.rmtree(path)
-    assert trained(tmp_path / "second", resume=True, snapshot_dir=str(disk))[0] == 0
+    assert trained(tmp_path / "other", resume=resume, **settings)[0] == 0
 
 
 @pytest.fixture
 def start_again(monkeypatch):
     """As in a process of its own, which ``hf-offload launch`` has started for the second time."""
     monkeypatch.setenv(RESUME_VARIABLE, "1")
-    yield lambda: monkeypatch.setattr(retained, "_process", retained._Process(0))
-    retained.release()
+    yield clients._ended.clear
+    clients.release()
 
 
 @pytest.mark.parametrize("resume", [None, False])
@@ -118,18 +106,16 @@ def test_one_that_died_goes_on_and_is_tried_again_in_the_same_process(tmp_path, 
     dies(tmp_path / "run")
     start_again()
     dies(tmp_path / "run", step=9, resume=None)
-    begun, _ = trained(tmp_path / "run", resume=None)
-    assert begun == 8
+    assert trained(tmp_path / "run", resume=None)[0] == 8
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=["full", "failing"])
 def test_a_drive_that_is_full_or_fails_loses_no_snapshot_that_is_there(tmp_path, monkeypatch, error):
     file = MemoryFile()
     file.write(bytes(10_000))
-    run = {"format": on_disk.FORMAT, "training": "number", "output": "run"}
 
     def write(name, step):
-        record = {**run, "run": name, "sequence": step, "step": step, "files": [["weights", 10_000, file.checksum]]}
+        record = {"run": name, "step": step, "files": [["weights", 10_000, file.checksum]]}
         on_disk.write_checkpoint(tmp_path, record, [file.number])
 
     def steps():
@@ -152,35 +138,23 @@ def test_a_drive_that_is_full_or_fails_loses_no_snapshot_that_is_there(tmp_path,
         write("this", 4)
     assert steps() == [2, 3]
     assert not list(tmp_path.glob(".*"))
-    for step in steps():
-        folder = tmp_path / f"checkpoint-{step}"
-        assert damage_on_disk(on_disk.read_record(folder / on_disk.RECORD_FILE), folder) is None
+    assert [restoring.damage_on_disk(tmp_path / f"checkpoint-{step}") for step in steps()] == [None, None]
 
 
 def test_a_training_that_has_ended_well_goes_on_from_its_last_snapshot_on_disk(tmp_path):
-    settings = {"snapshot_dir": str(tmp_path / "disk")}
+    """In the output directory itself."""
+    settings = {"snapshot_dir": str(tmp_path / "run")}
     trained(tmp_path / "run", **settings)
-    retained.release()
+    clients.release()
     assert trained(tmp_path / "run", resume=True, **settings)[0] == STEPS
 
 
-def test_snapshots_in_the_output_directory_itself(whole, tmp_path):
-    settings = {"snapshot_dir": str(tmp_path / "run")}
-    dies(tmp_path / "run", **settings)
-    until(lambda: (tmp_path / "run" / "checkpoint-6").exists())
-    forget_memory(tmp_path / "run")
-    begun, found = trained(tmp_path / "run", resume=True, **settings)
-    assert begun == 6
-    assert same(whole, found)
-    assert (tmp_path / "run" / on_disk.MARK_FILE).exists()
-
-
-def test_a_damaged_mark_is_one_that_nobody_knows(tmp_path):
-    first = identity.training_of(tmp_path)
-    (tmp_path / on_disk.MARK_FILE).write_text("{")
-    second = identity.training_of(tmp_path)
-    assert second.number != first.number
-    assert identity.training_of(tmp_path) == second
+def test_a_damaged_mark_is_one_that_is_not_known(tmp_path):
+    first = restoring.training_of(tmp_path)
+    (tmp_path / restoring.MARK_FILE).write_text("{")
+    second = restoring.training_of(tmp_path)
+    assert second["training"] != first["training"]
+    assert restoring.training_of(tmp_path) == second
 
 
 def test_an_output_directory_that_cannot_be_written_is_an_error(tmp_path):

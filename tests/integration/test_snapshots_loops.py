@@ -1,49 +1,49 @@
 """Snapshots of loops without a Trainer, their own and accelerate's: they go on to the bits of one that never stopped."""
 
+import collections
 import contextlib
-import logging
 import os
 
+import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import default_data_collator
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadPlugin, attach
 from hf_offload.errors import SnapshotError
 from hf_offload.integrations.accelerate import attached_accelerators
-from hf_offload.snapshots import retained
-from tests.faults.killed_snapshots import held_by, same
-from tests.helpers.snapshot_processes import no_process_is_left  # noqa: F401  a fixture
+from hf_offload.snapshots import client as clients
+from hf_offload.snapshots.loops import Position
+from hf_offload.snapshots.restoring import LINKS
+from tests.faults.killed_snapshots import same
+from tests.helpers.snapshot_loops import Stops, batches, in_order, net, trained
+from tests.helpers.snapshot_processes import end_process, held_by, no_process_is_left, steps_held, until  # noqa: F401  a fixture
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # which peft asks for
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # which peft asks for
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # which torchdata calls
+]
 EPOCHS = 3
 BATCHES = 5
 """In an epoch."""
 
 
-class Stops(Exception):
-    """What a loop leaves when its process is killed, snapshots are left by that, too."""
+class Holds:
+    """An object whose state is this, such as a running mean of losses, as users register it."""
 
-
-class Average:
-    """A running mean of losses, as users register it."""
-
-    def __init__(self):
-        self.value = 0.0
-
-    def add(self, loss):
-        self.value = 0.9 * self.value + 0.1 * loss
+    def __init__(self, state):
+        self.state = state
 
     def state_dict(self):
-        return {"value": self.value}
+        return self.state
 
     def load_state_dict(self, state):
-        self.value = state["value"]
+        self.state = state
 
 
 @pytest.fixture(autouse=True)
@@ -66,11 +66,84 @@ def made(kind):
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, EPOCHS * BATCHES)
-    # Each epoch in another order, which global generators decide.
-    loader = torch.utils.data.DataLoader(
-        ExampleDataset("gpt2", 2 * BATCHES), batch_size=2, shuffle=True, collate_fn=default_data_collator
-    )
+    data = ExampleDataset("gpt2", 2 * BATCHES)  # each epoch in another order
+    loader = StatefulDataLoader(data, batch_size=2, shuffle=True, collate_fn=default_data_collator)
     return model, optimizer, scheduler, loader
+
+
+def run_loop(loader, epochs, step, block, stop):
+    """With ``block``, one that takes snapshots. Returns the step where it began, and losses."""
+    losses = []
+    if block is None:
+        for _ in range(epochs):
+            losses += map(step, loader)
+        return 0, losses
+    with block as snapshots:
+        begun = snapshots.step
+        for _ in range(snapshots.epoch, epochs):
+            for batch in snapshots.batches(loader):
+                losses.append(step(batch))
+                snapshots.end_step()
+                if snapshots.step == stop:
+                    raise Stops
+    return begun, losses
+
+
+def own_loop(folder, kind=None, stop=None, resume=False, steps=4, **settings):
+    """A loop of the user's own; with ``folder``, one that takes snapshots."""
+    model, optimizer, scheduler, loader = made(kind)
+    average = Holds({"value": 0.0})
+    settings = {"tier": "none", **settings}
+    if folder is not None:
+        settings["snapshot_steps"] = steps
+    session = attach(model, OffloadConfig(**settings))
+    prepared = session.prepare_optimizer(optimizer)
+
+    def step(batch):
+        prepared.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        prepared.step()
+        scheduler.step()
+        average.state = {"value": 0.9 * average.state["value"] + 0.1 * loss.item()}
+        return loss.item()
+
+    things = {"optimizer": prepared, "scheduler": scheduler, "average": average}
+    try:
+        block = None if folder is None else session.snapshots(folder, resume=resume, **things)
+        begun, losses = run_loop(loader, EPOCHS, step, block, stop)
+        return begun, finished(model, prepared, scheduler, average, losses)
+    finally:
+        session.detach()
+
+
+def accelerated_loop(folder, kind=None, stop=None, resume=False, steps=4, **settings):
+    model, optimizer, scheduler, loader = made(kind)
+    average = Holds({"value": 0.0})
+    settings = {"tier": "none", **settings}
+    if folder is not None:
+        settings["snapshot_steps"] = steps
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = OffloadPlugin(**settings).accelerator(cpu=True, project_dir=folder)
+    prepared, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    accelerator.register_for_checkpointing(average)
+
+    def step(batch):
+        loss = prepared(**batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        average.state = {"value": 0.9 * average.state["value"] + 0.1 * loss.item()}
+        return loss.item()
+
+    try:
+        block = None if folder is None else accelerator.snapshots(resume=resume)
+        begun, losses = run_loop(loader, EPOCHS, step, block, stop)
+        return begun, finished(model, optimizer, scheduler, average, losses)
+    finally:
+        accelerator.end_training()
 
 
 def finished(model, optimizer, scheduler, average, losses):
@@ -78,103 +151,14 @@ def finished(model, optimizer, scheduler, average, losses):
         "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
         "optimizer": optimizer.state_dict(),
         "schedule": scheduler.state_dict(),
-        "average": average.value,
+        "average": average.state,
         "losses": losses,
         "generator": torch.get_rng_state(),
     }
 
 
-def own_loop(folder, kind=None, stop=None, resume=False, steps=4, **settings):
-    """A loop of the user's own; with ``folder``, one that takes snapshots."""
-    model, optimizer, scheduler, loader = made(kind)
-    average = Average()
-    settings = {"tier": "none", **settings}
-    if folder is not None:
-        settings["snapshot_steps"] = steps
-    session = attach(model, OffloadConfig(**settings))
-    prepared = session.prepare_optimizer(optimizer)
-    losses = []
-
-    def step(batch):
-        prepared.zero_grad()
-        if kind == "mezo":
-            loss = prepared.step(lambda: model(**batch).loss)
-        else:
-            loss = model(**batch).loss
-            loss.backward()
-            prepared.step()
-        scheduler.step()
-        average.add(loss.item())
-        return loss.item()
-
-    try:
-        if folder is None:
-            for _ in range(EPOCHS):
-                losses += map(step, loader)
-            return finished(model, prepared, scheduler, average, losses)
-        things = {"optimizer": prepared, "scheduler": scheduler, "average": average}
-        with session.snapshots(folder, resume=resume, **things) as snapshots:
-            begun = snapshots.step
-            for _ in range(snapshots.epoch, EPOCHS):
-                for batch in snapshots.batches(loader):
-                    losses.append(step(batch))
-                    snapshots.end_step()
-                    if snapshots.step == stop:
-                        raise Stops
-        return begun, finished(model, prepared, scheduler, average, losses)
-    finally:
-        session.detach()
-
-
-def accelerated_loop(folder, kind=None, stop=None, resume=False, steps=4, accumulation=1, **settings):
-    model, optimizer, scheduler, loader = made(kind)
-    average = Average()
-    settings = {"tier": "none", **settings}
-    if folder is not None:
-        settings["snapshot_steps"] = steps
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = OffloadPlugin(**settings).accelerator(
-        cpu=True, project_dir=folder, gradient_accumulation_steps=accumulation
-    )
-    prepared, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    accelerator.register_for_checkpointing(average)
-    losses = []
-
-    def step(batch):
-        with accelerator.accumulate(prepared):
-            loss = prepared(**batch).loss
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        average.add(loss.item())
-        return loss.item()
-
-    try:
-        if folder is None:
-            for _ in range(EPOCHS):
-                losses += map(step, loader)
-            return finished(model, optimizer, scheduler, average, losses)
-        with accelerator.snapshots(resume=resume) as snapshots:
-            begun = snapshots.step
-            for _ in range(snapshots.epoch, EPOCHS):
-                for batch in snapshots.batches(loader):
-                    losses.append(step(batch))
-                    if accelerator.sync_gradients:
-                        snapshots.end_step()
-                    if snapshots.step == stop:
-                        raise Stops
-        return begun, finished(model, optimizer, scheduler, average, losses)
-    finally:
-        accelerator.end_training()
-
-
 def check(loop, folder, kind=None, stop=9, begun=8, **settings):
-    plain = {
-        key: value for key, value in settings.items() if key in ("memory_mode", "memory_mode_kwargs", "accumulation")
-    }
-    expected = loop(None, kind, **plain)
+    expected = loop(None, kind)[1]
     with pytest.raises(Stops):
         loop(folder, kind, stop=stop, **settings)
     found_begun, found = loop(folder, kind, resume=True, **settings)
@@ -182,7 +166,7 @@ def check(loop, folder, kind=None, stop=9, begun=8, **settings):
     expected["losses"] = expected["losses"][-len(found["losses"]) :]
     for name in expected:
         assert same(expected[name], found[name]), name
-    retained.release()
+    clients.release()
     assert held_by(folder) is None
 
 
@@ -191,95 +175,145 @@ LOOPS = {"own": own_loop, "accelerate": accelerated_loop}
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize(
-    ("stop", "steps", "begun"), [(9, 4, 8), (7, 3, 6), (13, 5, 10), (3, 4, 0)], ids=["middle", "early", "epoch", "none"]
+    ("stop", "steps", "begun"), [(9, 4, 8), (13, 5, 10), (3, 4, 0)], ids=["middle", "epoch", "none"]
 )
 def test_a_loop_goes_on_to_the_same_bits(tmp_path, loop, stop, steps, begun):
     check(loop, tmp_path, stop=stop, steps=steps, begun=begun)
 
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
-@pytest.mark.parametrize("where", ["ram", "ssd"])
-def test_state_and_weights_on_a_tier(tmp_path, loop, where):
+def test_state_and_weights_on_a_drive(tmp_path, loop):
     (tmp_path / "tier").mkdir()
-    files = {"directory": tmp_path / "tier"} if where == "ssd" else {}
-    check(loop, tmp_path / "run", optimizer=where, params=where, min_bytes=0, **files)
-    assert not files or list((tmp_path / "tier").iterdir()) == []
-
-
-@pytest.mark.parametrize(("share", "why"), [(3.5, "weights, gradients and"), (4.6, "activations do not fit")])
-@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
-def test_what_a_budget_moves(tmp_path, loop, share, why, machine_with_drive, caplog):
-    machine_with_drive(1e9)
-    (tmp_path / "tier").mkdir()
-    weights = sum(p.nbytes for p in tiny_model("gpt2").parameters())
-    given = {"tier": "auto", "memory_budget": int(share * weights), "directory": tmp_path / "tier", "min_bytes": 256}
-    with caplog.at_level(logging.INFO, "hf_offload"):
-        check(loop, tmp_path / "run", **given)
-    assert caplog.text.count(f"Gradients and optimizer state go to ssd, for {why}") == 2
+    check(loop, tmp_path / "run", optimizer="ssd", params="ssd", min_bytes=0, directory=tmp_path / "tier")
+    assert list((tmp_path / "tier").iterdir()) == []
 
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
-@pytest.mark.parametrize("params", ["none", "ram"])
-def test_an_adapter_goes_on_to_the_same_bits_without_a_copy_of_its_base(tmp_path, loop, params):
+def test_an_adapter_goes_on_to_the_same_bits_without_a_copy_of_its_base(tmp_path, loop):
     with pytest.raises(Stops):
-        loop(tmp_path / "sizes", "lora", stop=5, params=params, min_bytes=0)
+        loop(tmp_path / "sizes", "lora", stop=5, params="ram", min_bytes=0)
     (held,) = held_by(tmp_path / "sizes")["snapshots"]
     sizes = {name: nbytes for name, nbytes, _ in held["files"]}
-    assert "model.safetensors" not in sizes
-    assert sizes["adapter_model.safetensors"] < 20_000
-    check(loop, tmp_path / "run", "lora", params=params, min_bytes=0)
+    assert sizes["model.safetensors"] < 20_000
+    check(loop, tmp_path / "run", "lora", params="ram", min_bytes=0)
 
 
-def test_mezo_goes_on_to_the_same_bits(tmp_path):
-    check(own_loop, tmp_path, "mezo", memory_mode="mezo")
+class Counting(nn.Module):
+    """A model with a buffer that each forward changes, and a weight with two names."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(4)
+        self.inner = nn.Linear(4, 4, bias=False)
+        self.head = nn.Linear(4, 4, bias=False)
+        self.head.weight = self.inner.weight
+
+    def forward(self, batch):
+        return self.head(self.inner(self.norm(batch)))
 
 
-def test_accumulated_steps_of_accelerate_go_on_to_the_same_bits(tmp_path):
-    check(accelerated_loop, tmp_path, accumulation=2, stop=5, steps=4, begun=4)
-
-
-def test_a_checkpoint_of_accelerate_is_what_snapshots_are_on_disk(tmp_path):
-    disk = tmp_path / "disk"
+def test_buffers_and_tied_weights(tmp_path):
+    expected = trained(tmp_path / "whole", model=Counting())[1]
     with pytest.raises(Stops):
-        accelerated_loop(tmp_path / "run", stop=9, snapshot_dir=str(disk))
-    while not (disk / "checkpoint-8").exists():
-        pass
-    model, optimizer, scheduler, loader = made(None)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator, average = Accelerator(cpu=True), Average()
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    accelerator.register_for_checkpointing(average)
-    accelerator.load_state(disk / "checkpoint-8")
-    saved = load_file(disk / "checkpoint-8" / "model.safetensors")
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in saved.items())
-    assert scheduler.state_dict()["last_epoch"] == 8
-    assert average.value != 0.0
-    assert all(state["step"] == 8 for state in optimizer.state.values())
+        trained(tmp_path / "run", 7, model=Counting())
+    begun, found = trained(tmp_path / "run", resume=True, model=Counting())
+    assert begun == 6
+    assert same(expected, found)
 
 
-def test_a_loop_that_does_not_resume_begins_anew(tmp_path, caplog):
+# -- objects ---------------------------------------------------------------------------------------------------------------
+
+
+class Own:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("state", "named"),
+    [
+        ({"best": np.float64(1.5)}, "numpy"),
+        ({"a": [1, {"b": (2, Own())}]}, "Own"),
+        ({"last": collections.deque([1])}, "deque"),
+        ({"f": lambda: 0}, "lambda"),
+    ],
+)
+def test_what_cannot_be_loaded_is_an_error_at_the_first_snapshot(tmp_path, state, named):
+    with pytest.raises(
+        SnapshotError, match=rf"^thing\.state_dict\(\) holds what torch\.load.* does not load.*({named}).*: let"
+    ):
+        trained(tmp_path, objects={"thing": Holds(state)})
+
+
+def test_what_can_be_loaded_is_held(tmp_path):
+    state = {
+        "set": {1}, "counter": collections.Counter("ab"), "ordered": collections.OrderedDict(a=torch.ones(2)), "none": None,
+        "shape": torch.Size([2]), "kind": torch.bfloat16, 3: (True, 0.5, b"x", torch.nn.Parameter(torch.ones(1))),
+    }  # fmt: skip
     with pytest.raises(Stops):
-        own_loop(tmp_path, stop=5)
-    with caplog.at_level(logging.WARNING):
-        begun, _ = own_loop(tmp_path)
-    assert begun == 0
-    assert "the snapshots that an earlier one has left in memory, the newest of step 4, are dropped" in caplog.text
+        trained(tmp_path, 4, objects={"thing": Holds(state)})
+    empty = Holds({})
+    assert trained(tmp_path, resume=True, objects={"thing": empty})[0] == 4
+    assert repr(empty.state) == repr(state)
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_hundreds_of_objects_are_held_and_take_few_descriptors(tmp_path, place):
+    settings = {"snapshot_dir": str(tmp_path / "disk")}
+    states = [{"average": torch.arange(400_000.0)}, *({"number": number} for number in range(300))]
+    objects = {f"n{number}": Holds(state) for number, state in enumerate(states)}
+    with pytest.raises(Stops):
+        trained(tmp_path / "run", 5, objects=objects, **settings)
+    assert len(held_by(tmp_path / "run")["snapshots"][0]["files"]) == 3  # weights, optimizer, and the rest
+    if place == "disk":
+        until(lambda: (tmp_path / "disk" / "checkpoint-4").exists())
+        end_process(tmp_path / "run")
+    found = {name: Holds({}) for name in objects}
+    assert trained(tmp_path / "run", resume=True, objects=found, **settings)[0] == 4
+    assert same(states, [each.state for each in found.values()])
+    assert not (tmp_path / "run" / LINKS).exists()
+
+
+def test_what_cannot_be_loaded_later_is_a_warning_and_the_snapshot_before_stays(tmp_path, caplog):
+    counted = Holds({"best": 0.0})
+
+    class Turns(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            counted.count = getattr(counted, "count", 0) + 1
+            if counted.count == 5:
+                counted.state = {"best": np.float64(0.5)}
+
+    model = net()
+    with pytest.raises(Stops):
+        trained(tmp_path, 9, model=model, optimizer=Turns(model.parameters(), lr=0.1), objects={"thing": counted})
+    assert caplog.text.count("A snapshot was not taken: thing.state_dict() holds what torch.load") == 2
+    assert steps_held(tmp_path) == [2, 4]
 
 
 def test_snapshots_of_another_model_or_other_objects_are_refused_by_name(tmp_path):
     with pytest.raises(Stops):
         own_loop(tmp_path, stop=5)
-    model = tiny_model("llama")
-    session = attach(model, OffloadConfig(tier="none", snapshot_steps=4))
     with pytest.raises(SnapshotError, match=r"step 4 in memory is of another model: .*Resume with the model"):
-        session.snapshots(tmp_path, resume=True).__enter__()
-    session.detach()
-    model = made(None)[0]
-    session = attach(model, OffloadConfig(tier="none", snapshot_steps=4))
-    with pytest.raises(SnapshotError, match="holds average, optimizer, scheduler, and this training has nothing but"):
-        session.snapshots(tmp_path, resume=True).__enter__()
-    session.detach()
+        trained(tmp_path, resume=True)
+    with pytest.raises(
+        SnapshotError, match="holds average, optimizer, scheduler, and this training has optimizer: resume"
+    ):
+        trained(tmp_path, resume=True, model=made(None)[0])
     assert own_loop(tmp_path, resume=True)[0] == 4  # it is still there
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self):
+        return {}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_extra_state_is_refused_by_name(tmp_path):
+    with pytest.raises(SnapshotError, match="_extra_state is a dict"):
+        trained(tmp_path, model=WithExtraState(4, 3))
 
 
 def test_a_loop_that_takes_none_although_they_are_set_is_an_error(tmp_path):
@@ -291,29 +325,28 @@ def test_a_loop_that_takes_none_although_they_are_set_is_an_error(tmp_path):
         session.snapshots(tmp_path, optimizer=optimizer).end_step()
     with pytest.raises(OffloadConfigError, match=r"snapshots\(counter=\.\.\.\) takes what has state_dict"):
         session.snapshots(tmp_path, counter=3)
+    with pytest.raises(OffloadConfigError, match=r"takes no loader: iterate over snapshots\.batches\(data\)"):
+        session.snapshots(tmp_path, data=loader)
+    for folder in (None, 3):
+        with pytest.raises(OffloadConfigError, match=f"takes the path of a folder, and {folder} is none"):
+            session.snapshots(folder)
     session.detach()
     accelerator = OffloadPlugin(tier="none", snapshot_steps=4).accelerator(cpu=True)
     with pytest.raises(OffloadConfigError, match="has prepared no model yet"):
         accelerator.snapshots(str(tmp_path))
-    prepared, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
     with pytest.raises(OffloadConfigError, match="this loop takes no snapshots"):
         accelerator.backward(prepared(**next(iter(loader))).loss)
-    accelerator.register_save_state_pre_hook(lambda *_: None)
-    with pytest.raises(OffloadConfigError, match="what hooks of register_save_state_pre_hook"):
-        accelerator.snapshots(str(tmp_path))
 
 
-def test_a_block_is_entered_once_and_takes_the_path_of_a_folder(tmp_path):
+def test_a_block_is_entered_once(tmp_path):
     model = nn.Linear(2, 2)
     session = attach(model, OffloadConfig(tier="none", snapshot_steps=4))
-    for folder in (None, 3):
-        with pytest.raises(OffloadConfigError, match=f"takes the path of a folder, and {folder} is none"):
-            session.snapshots(folder)
     block = session.snapshots(tmp_path)
     with block:
         with pytest.raises(OffloadError, match="A block of snapshots is entered once"):
             block.__enter__()
-        with pytest.raises(SnapshotError, match=f"This process takes snapshots of the training in {tmp_path} already"):
+        with pytest.raises(SnapshotError, match=f"Process {os.getpid()} trains already with {tmp_path}"):
             session.snapshots(tmp_path).__enter__()
         block.end_step()  # it goes on
     with pytest.raises(OffloadError, match="A block of snapshots is entered once"):
@@ -326,57 +359,115 @@ def test_a_process_with_many_open_files_takes_snapshots(tmp_path, caplog):
         for _ in range(1100):
             opened.enter_context(open(os.devnull))  # noqa: PTH123  it is as good as any
         with pytest.raises(Stops):
-            own_loop(tmp_path, stop=5)
-        assert own_loop(tmp_path, resume=True)[0] == 4
+            trained(tmp_path, stop=5)
+        assert trained(tmp_path, resume=True)[0] == 4
     assert "snapshot process has ended" not in caplog.text
 
 
-@pytest.mark.parametrize("loop", [own_loop, accelerated_loop])
-def test_parity_of_one_process_is_refused(tmp_path, loop):
-    with pytest.raises(OffloadConfigError, match="processes make good what one of them loses, and there is one"):
-        loop(tmp_path, snapshot_parity=1)
+# -- the place in the data -------------------------------------------------------------------------------------------------
 
 
-def test_models_whose_snapshot_would_not_hold_all_are_refused(tmp_path):
-    peft = pytest.importorskip("peft")
+class Stream(IterableDataset):
+    """Rows that nothing counts, which can go on where they were."""
 
-    def refused(model, reason):
-        session = attach(model, OffloadConfig(tier="none", snapshot_steps=4))
-        with pytest.raises(OffloadConfigError, match=reason):
-            session.snapshots(tmp_path)
-        session.detach()
+    def __init__(self):
+        self.had = 0
 
-    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
-    two = peft.get_peft_model(tiny_model("gpt2"), lora)
-    two.add_adapter("other", lora)
-    refused(two, "The adapters default, other")
-    prompt = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    refused(peft.get_peft_model(tiny_model("gpt2"), prompt), "A prompt that peft learns")
-    model = tiny_model("gpt2")
-    model.add_adapter(lora)
-    refused(model, "Adapters that add_adapter")
-    normed = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    refused(peft.get_peft_model(normed, peft.LoraConfig(target_modules=["0"])), "The statistics of batch norm")
+    def __iter__(self):
+        for row in batches()[self.had :]:
+            self.had += 1
+            yield row
+        self.had = 0
+
+    def state_dict(self):
+        return {"had": self.had}
+
+    def load_state_dict(self, state):
+        self.had = state["had"]
 
 
-class WithExtraState(nn.Linear):
-    def get_extra_state(self):
-        return {}
+class Augmented:
+    """Rows that the process's generator changes."""
 
-    def set_extra_state(self, state):
-        pass
+    def __len__(self):
+        return len(batches())
+
+    def __getitem__(self, row):
+        return batches()[row] * torch.rand(())
 
 
-def test_batches_are_those_of_one_loader_which_may_be_a_list(tmp_path):
-    model = WithExtraState(2, 2)
-    session = attach(model, OffloadConfig(tier="none", snapshot_steps=1))
-    with session.snapshots(tmp_path / "run") as snapshots:
-        had = []
-        for batch in snapshots.batches([1, 2]):
-            had.append(batch)
-            with pytest.raises(OffloadError, match="in the middle of an epoch"):
-                next(snapshots.batches([3]))
-        assert had == [1, 2]
-        with pytest.raises(SnapshotError, match="_extra_state is a dict"):
-            snapshots.end_step()
-    session.detach()
+LOADERS = {
+    "shuffled": lambda: StatefulDataLoader(batches(), batch_size=None, shuffle=True),
+    "in batches": lambda: StatefulDataLoader(torch.cat(batches()), batch_size=2, shuffle=True),
+    "a stream": lambda: StatefulDataLoader(Stream(), batch_size=None),
+    "augmented": lambda: StatefulDataLoader(Augmented(), batch_size=None, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+@pytest.mark.parametrize("stop", [5, 13, 17], ids=["first epoch", "its end", "second epoch"])
+def test_a_loop_goes_on_in_the_order_that_it_had(tmp_path, make, stop):
+    torch.manual_seed(0)
+    expected = trained(tmp_path / "whole", loader=make(), epochs=2)[1]
+    torch.manual_seed(0)
+    with pytest.raises(Stops):
+        trained(tmp_path / "run", stop, loader=make(), epochs=2)
+    torch.manual_seed(9)  # the next process is another one
+    begun, found = trained(tmp_path / "run", loader=make(), epochs=2, resume=True)
+    assert begun == stop - 1
+    assert same(expected, found)
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_a_snapshot_between_two_epochs_goes_on_with_the_next(make):
+    """As one of a loop that ends a step of accumulated gradients after its data."""
+
+    def order(position, loader):
+        return [batch.sum().item() for batch in position.of(loader)], torch.rand(()).item()
+
+    torch.manual_seed(0)
+    position, loader = Position(), make()
+    order(position, loader)
+    state, now = position.state(), torch.get_rng_state()
+    expected = [order(position, loader) for _ in range(2)]
+    torch.manual_seed(9)
+    resumed, loader = Position(), make()
+    resumed.restore(state)
+    torch.set_rng_state(now)
+    assert resumed.epoch == 1
+    assert [order(resumed, loader) for _ in range(2)] == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (batches, r"a list has no state_dict\(\)"),
+        (lambda: DataLoader(batches(), shuffle=True), r"a DataLoader has no state_dict\(\)"),
+        (lambda: StatefulDataLoader(batches(), generator=torch.Generator()), "in a generator of its own"),
+    ],
+    ids=["list", "DataLoader", "generator"],
+)
+def test_loaders_that_do_not_know_their_place_are_refused(tmp_path, make, reason):
+    expected = (
+        f"A resume could not find its place in the data: .*{reason}.*Give snapshots.batches.. a StatefulDataLoader"
+    )
+    with pytest.raises(OffloadError, match=expected):
+        trained(tmp_path, loader=make())
+
+
+def test_loaders_of_accelerate_are_refused(tmp_path):
+    accelerator = OffloadPlugin(tier="none", snapshot_steps=1).accelerator(cpu=True)
+    _, loader = accelerator.prepare(torch.nn.Linear(4, 1), DataLoader(torch.cat(batches())))
+    with (
+        pytest.raises(OffloadError, match=r"a DataLoaderShard has no state_dict\(\) of its place in an epoch"),
+        accelerator.snapshots(str(tmp_path)) as snapshots,
+    ):
+        next(snapshots.batches(loader))
+    accelerator.end_training()
+
+
+def test_batches_are_those_of_one_loader():
+    position = Position()
+    for _ in position.of(in_order()):
+        with pytest.raises(OffloadError, match="in the middle of an epoch"):
+            next(position.of(in_order()))

@@ -13,20 +13,29 @@ from accelerate.state import AcceleratorState
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing import ProcessExitedException
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import TrainerCallback, default_data_collator
 
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadPlugin, attach
 from hf_offload.errors import SnapshotError
 from hf_offload.integrations.accelerate import attached_accelerators
 from hf_offload.ranks import Ranks
-from hf_offload.snapshots import parity, retained
+from hf_offload.snapshots import client as clients
+from hf_offload.snapshots import parity
 from hf_offload.snapshots.client import SnapshotClient
-from hf_offload.snapshots.memory import MemoryFile
-from hf_offload.snapshots.slots import Slots
-from tests.faults.killed_snapshots import address_in, held_by, result_of, same, trainer_in
+from hf_offload.snapshots.contents import MemoryFile
+from hf_offload.snapshots.taking import Snapshots
+from tests.faults.killed_snapshots import result_of, same, trainer_in
 from tests.helpers.gloo_processes import assert_done, run_in_processes
-from tests.helpers.snapshot_processes import no_process_is_left_by_the_file, until  # noqa: F401  a fixture
+from tests.helpers.snapshot_processes import (  # noqa: F401  a fixture
+    address_in,
+    end_process,
+    held_by,
+    no_process_is_left_by_the_file,
+    steps_held,
+    until,
+)
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
 
 TWO, THREE = 2, 3
@@ -58,18 +67,8 @@ class Draws(TrainerCallback):
         if self._kill is None:
             raise Stops
         if self._kill == self._rank:
-            kill_process_of(Path(args.output_dir), self._rank)
+            end_process(Path(args.output_dir), self._rank)
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def steps_held(folder, rank):
-    held = held_by(folder, rank)
-    return None if held is None else sorted(each["step"] for each in held["snapshots"])
-
-
-def kill_process_of(folder, rank):
-    os.kill(held_by(folder, rank)["pid"], signal.SIGKILL)
-    until(lambda: held_by(folder, rank) is None)
 
 
 def trained(rank, folder, snapshots, step=None, kill=None, resume=None, **others):
@@ -95,7 +94,7 @@ def goes_on(rank, folder, from_step, **others):
     assert begun == from_step
     assert_same(whole(rank, folder), found)
     dist.barrier()
-    retained.release()
+    clients.release()
     until(lambda: held_by(folder, rank) is None)  # it looks for the other one now and then
 
 
@@ -131,7 +130,7 @@ def lost_without_parity(rank, folder):
     folder = folder / "lost"
     dies(rank, folder)
     if rank == 1:
-        kill_process_of(folder, 1)
+        end_process(folder, 1)
     dist.barrier()
     goes_on(rank, folder, 0)
 
@@ -140,16 +139,16 @@ def lost_with_parity(rank, folder):
     folder = folder / "parity"
     dies(rank, folder, offload_snapshot_parity=1)
     if rank == 0:
-        kill_process_of(folder, 0)
+        end_process(folder, 0)
     dist.barrier()
-    with pytest.raises(Stops):  # what is rebuilt is kept at once
-        trained(rank, folder, True, LAST + 1, resume=True, offload_snapshot_parity=1)
+    with pytest.raises(Stops):  # from step 8, which is rebuilt, to one behind the next snapshot
+        trained(rank, folder, True, 13, resume=True, offload_snapshot_parity=1)
     dist.barrier()
-    assert LAST in steps_held(folder, rank)
+    assert 12 in steps_held(folder, rank)
     if rank == 1:
-        kill_process_of(folder, 1)
+        end_process(folder, 1)
     dist.barrier()
-    goes_on(rank, folder, LAST, offload_snapshot_parity=1)
+    goes_on(rank, folder, 12, offload_snapshot_parity=1)
 
 
 def killed_between_the_commits(rank, folder):
@@ -157,9 +156,8 @@ def killed_between_the_commits(rank, folder):
     folder = folder / "between"
     dies(rank, folder)
     if rank == 1:
-        client = SnapshotClient.connect(address_in(folder, rank), start=False)
-        held = {each["step"]: each["sequence"] for each in client.ask("join")["snapshots"]}
-        client.ask("begin", keep=held[4])
+        client = SnapshotClient.connect(address_in(folder, rank), join=True)
+        client.ask("keep", step=4)
         client.close()
         assert steps_held(folder, rank) == [4]
     dist.barrier()
@@ -170,9 +168,8 @@ def damaged_on_one(rank, folder):
     folder = folder / "damaged"
     dies(rank, folder, offload_snapshot_parity=1)
     if rank == 1:
-        client = SnapshotClient.connect(address_in(folder, rank), start=False)
-        (newest,) = (each for each in client.ask("join")["snapshots"] if each["step"] == LAST)
-        number = client.fetch(newest["sequence"])[0]
+        client = SnapshotClient.connect(address_in(folder, rank), join=True)
+        number = client.fetch(LAST)[0]
         byte = os.pread(number, 1, 500)
         os.pwrite(number, bytes([byte[0] ^ 1]), 500)
         client.close()
@@ -182,18 +179,18 @@ def damaged_on_one(rank, folder):
 
 def none_if_one_cannot(rank, folder):
     """One has no room for a snapshot: nobody takes it, and the one before stays."""
-    folder, copy = folder / "none", Slots.write
+    folder, copy = folder / "none", Snapshots._written
 
     def copies(self, *args):
-        if rank == 1 and self.newest is not None:
+        if rank == 1 and self._newest is not None:
             raise SnapshotError("There is no room")
         return copy(self, *args)
 
-    Slots.write = copies
+    Snapshots._written = copies
     try:
         dies(rank, folder)
     finally:
-        Slots.write = copy
+        Snapshots._written = copy
     assert steps_held(folder, rank) == [4]
     goes_on(rank, folder, 4)
 
@@ -203,7 +200,7 @@ def from_disk(rank, folder):
     dies(rank, folder, offload_snapshot_dir=disk)
     until(lambda: (Path(disk) / f"checkpoint-{LAST}").exists())
     dist.barrier()
-    kill_process_of(folder, rank)
+    end_process(folder, rank)
     dist.barrier()
     goes_on(rank, folder, LAST, offload_snapshot_dir=disk)
 
@@ -217,7 +214,7 @@ def accelerated(rank, folder):
         accelerator = OffloadPlugin(tier="none", **settings).accelerator(cpu=True, project_dir=str(folder))
         torch.manual_seed(rank)
         model, optimizer, loader = made()
-        prepared, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        prepared, optimizer = accelerator.prepare(model, optimizer)
         total = Total()
         accelerator.register_for_checkpointing(total)
         context = accelerator.snapshots(resume=resume) if snapshots else contextlib.nullcontext()
@@ -241,7 +238,7 @@ def accelerated(rank, folder):
         loop(True, stop=7)
     dist.barrier()
     if rank == 1:
-        kill_process_of(folder, 1)
+        end_process(folder, 1)
     dist.barrier()
     begun, found = loop(True, resume=True)
     assert begun == 4
@@ -292,7 +289,7 @@ def test_another_number_of_processes_is_refused(two):
     with pytest.raises(SnapshotError, match="step 8 is of 2 processes, and 1 train now"):
         trained(0, two / "two", True, resume=True)
     for rank in range(TWO):
-        kill_process_of(two / "two", rank)
+        end_process(two / "two", rank)
 
 
 def test_parity_of_one_process_is_refused(tmp_path):
@@ -319,7 +316,9 @@ class Total:
 def made():
     model = tiny_model("gpt2", dropout=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = DataLoader(ExampleDataset("gpt2", 24), batch_size=2, shuffle=True, collate_fn=default_data_collator)
+    loader = StatefulDataLoader(
+        ExampleDataset("gpt2", 24), batch_size=2, shuffle=True, collate_fn=default_data_collator
+    )
     return model, optimizer, loader
 
 
@@ -336,7 +335,9 @@ def loop_of_three(rank, folder, snapshots, killed=None, resume=False):
     torch.manual_seed(rank)
     model, optimizer, _ = made()
     data = ExampleDataset("gpt2", 30)
-    loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, seed=3), collate_fn=default_data_collator)
+    loader = StatefulDataLoader(
+        data, batch_size=2, sampler=DistributedSampler(data, seed=3), collate_fn=default_data_collator
+    )
     # Else gradients are summed in another order in the first step than in later ones.
     wrapped, total = DistributedDataParallel(model, find_unused_parameters=True), Total()
     settings = {"snapshot_steps": EVERY, "snapshot_parity": 1, "snapshot_wait_s": 120} if snapshots else {}
@@ -356,7 +357,7 @@ def loop_of_three(rank, folder, snapshots, killed=None, resume=False):
                 if snapshots:
                     taken.end_step()
                     if killed == rank and taken.step == DIES:
-                        kill_process_of(folder, rank)
+                        end_process(folder, rank)
                         os.kill(os.getpid(), signal.SIGKILL)
     session.detach()
     return taken.resumed_step if snapshots else 0, finished(model, optimizer, total)
@@ -374,31 +375,25 @@ def its_snapshot_is_rebuilt(rank, folder):
     begun, found = loop_of_three(rank, folder / "loop", True, resume=True)
     assert begun == LAST
     assert_same(expected, found)
-    retained.release()
+    clients.release()
 
 
 def any_lost_rank_is_rebuilt(rank, folder):
-    """Streams of different lengths, to the last byte."""
+    """Files of different lengths, to the last byte."""
     ranks = Ranks()
     random = np.random.default_rng(rank)
     contents = [random.bytes(count) for count in (10_000_000 + 777 * rank, 5, 0)]
     files = [MemoryFile() for _ in contents]
     for file, content in zip(files, contents, strict=True):
         file.write(content)
-    record = {"rank": rank, "files": [[str(number), file.nbytes, file.checksum] for number, file in enumerate(files)]}
-    stream = parity.Stream(record, [file.number for file in files])
-    row = MemoryFile()
-    kept = parity.take(ranks, stream, ranks.gather(stream.nbytes), row)
-    assert kept["files"][0][0] <= -(-max(ranks.gather(stream.nbytes)) // (ranks.count - 1))
+    peers, row = ranks.gather([[file.nbytes, file.checksum] for file in files]), MemoryFile()
+    parity.take(ranks, peers, [file.number for file in files], row)
+    assert row.nbytes == -(-max(sum(nbytes for nbytes, _ in each) for each in peers) // (ranks.count - 1))
     for lost in range(THREE):
-        mine = (None, None) if rank == lost else (stream, row.number)
-        made = parity.rebuild(ranks, lost, kept["length"], *mine)
-        assert (made is None) == (rank != lost)
-        if made is not None:
-            rebuilt, numbers = made
-            assert rebuilt == {**record, parity.NAME: kept}
-            assert [os.pread(number, 20_000_000, 0) for number in numbers[:-1]] == contents
-            assert os.pread(numbers[-1], 20_000_000, 0) == os.pread(row.number, 20_000_000, 0)
+        made = parity.rebuild(ranks, lost, peers, [] if rank == lost else [file.number for file in (*files, row)])
+        assert len(made) == (4 if rank == lost else 0)
+        for one, content in zip(made, [*contents, os.pread(row.number, row.nbytes, 0)], strict=False):
+            assert os.pread(one.number, 20_000_000, 0) == content
     ranks.close()
 
 
