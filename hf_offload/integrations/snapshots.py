@@ -222,13 +222,14 @@ def _problem(trainer: Trainer, config: OffloadConfig) -> str | None:
         return "with ignore_data_skip=True a run that resumes sees other batches than one that did not stop"
     if trainer.train_dataset is not None and not has_length(trainer.train_dataset):
         return "a Trainer does not know where the epochs of a data set without a length end"
-    adapters = getattr(trainer.model, "peft_config", {})
-    is_native = getattr(trainer.model, "_hf_peft_config_loaded", False)
+    model: Any = trainer.model
+    adapters = getattr(model, "peft_config", {})
+    is_native = getattr(model, "_hf_peft_config_loaded", False)
     if is_native or (adapters and (set(adapters) != {_ADAPTER} or adapters[_ADAPTER].is_prompt_learning)):
         return (
             "a checkpoint does not hold adapters other than one of get_peft_model() named default, or learned prompts"
         )
-    if adapters and any(isinstance(one, nn.modules.batchnorm._BatchNorm) for one in trainer.model.modules()):
+    if adapters and any(isinstance(one, nn.modules.batchnorm._BatchNorm) for one in model.modules()):
         return "a checkpoint of PEFT does not hold the statistics of batch norm"
     return common_problem(config, args.world_size)
 
