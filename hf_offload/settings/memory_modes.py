@@ -119,7 +119,8 @@ def _named_as_here(values: Mapping[str, Any]) -> Mapping[str, Any]:
     twice = [f"{theirs} and {ours}" for theirs, ours in _OF_PEFT.items() if theirs in values and ours in values]
     if twice:
         raise OffloadConfigError(f"memory_mode_kwargs: {', '.join(twice)} are the same setting: drop one.")
-    return {_OF_PEFT.get(key, key): "all" if value == "all-linear" else value for key, value in values.items()}
+    everywhere = {key: "all" for key, value in values.items() if isinstance(value, str) and value == "all-linear"}
+    return {_OF_PEFT.get(key, key): value for key, value in {**values, **everywhere}.items()}
 
 
 def read_mode_settings(settings: Any, name: str = "memory_mode_kwargs") -> Mapping[str, Any]:
