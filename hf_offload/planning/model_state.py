@@ -345,7 +345,6 @@ class ModelState:
             logger.info("Gradients and optimizer state stay in memory, though %s. %s", why, nowhere)
             return False
         self._may_stream = False
-        self._settle_copies()
         setting, problem = None, "" if optimizers else nowhere
         try:
             setting = StreamedSetting(
@@ -411,12 +410,7 @@ class ModelState:
             <= _MOST_ON_DEVICE * self._limit_bytes
         )
 
-    def _settle_copies(self) -> None:
-        if self._storage.settle_copies is not None:
-            self._storage.settle_copies()
-
     def _park(self, model: nn.Module, place: str) -> None:
-        self._settle_copies()
         try:
             self.residency = park_weights(
                 model, with_checked(self._config, params=place), self._storage, self._ranks.count

@@ -45,7 +45,6 @@ class RunStorage:
         tiers: Counters of each tier over all accounts, by its name.
         members: What uses the storage. Without any, the next run on the same model gets a new one.
         ram_tiers: Those that may hold RAM without using it.
-        settle_copies: Waits until nothing is copied of weights and state in memory; None where nothing ever is.
         handling: What all that moves takes of the training's threads.
     """
 
@@ -61,7 +60,6 @@ class RunStorage:
         self.tiers: dict[str, TierStats] = {}
         self.members: weakref.WeakSet[Any] = weakref.WeakSet()
         self.ram_tiers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.settle_copies: Callable[[], None] | None = None
         self.handling = Handling()
         self._freeing: weakref.WeakMethod[Callable[[], None]] | None = None
         self._rooms: weakref.WeakValueDictionary[Any, DiskRoom] = weakref.WeakValueDictionary()

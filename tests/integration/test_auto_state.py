@@ -460,20 +460,6 @@ def test_what_does_not_fit_beside_activations_leaves_after_the_first_step(tmp_pa
     assert any("go to ssd, for activations do not fit next to them" in message for message in messages)
 
 
-def test_what_is_copied_in_memory_is_waited_for_before_anything_leaves_it(tmp_path):
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters())
-    session = attach(model, OffloadConfig(memory_budget="1MiB", directory=tmp_path, min_bytes=1024))
-    found = []
-    storage_of(model).settle_copies = lambda: found.append((streaming_of(optimizer), session.residency))
-    session.prepare_optimizer(optimizer)
-    assert streaming_of(optimizer) is not None
-    assert session.residency is not None
-    assert [one[0] is None for one in found] == [True, False]
-    assert all(one[1] is None for one in found)
-    session.detach()
-
-
 class Coupled(torch.optim.AdamW):
     """Its step looks at all gradients together."""
 

@@ -468,6 +468,13 @@ def test_state_of_a_default_dtype_and_device_of_ones_own():
     assert {(value.dtype, value.device.type) for value in optimizer.state[ones[0]].values()} == {(torch.float32, "cpu")}
 
 
+def test_numbers_out_of_range_are_refused_together():
+    with pytest.raises(OffloadConfigError, match=r"lr=-1: give a number of 0 or more") as caught:
+        ProjectedAdamW([parameter((4, 4))], GaLoreConfig(), lr=-1, betas=(0.9, 1.0), eps=float("nan"))
+    assert "betas=(0.9, 1.0)" in str(caught.value)
+    assert "eps=nan" in str(caught.value)
+
+
 def test_sparse_gradients_are_refused():
     one = parameter((8, 8))
     optimizer = ProjectedAdamW([one], GaLoreConfig())

@@ -13,6 +13,18 @@ from hf_offload.methods.projected.projections import Projection
 from hf_offload.settings.load import collect_errors
 
 
+def check_numbers(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Raise :class:`OffloadConfigError` with all that are out of range."""
+    with collect_errors("numbers of the optimizer") as check:
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            with check:
+                if not isinstance(value, (int, float)) or not value >= 0:
+                    raise OffloadConfigError(f"{name}={value!r}: give a number of 0 or more.")
+        with check:
+            if not all(0 <= beta < 1 for beta in betas):
+                raise OffloadConfigError(f"betas={betas!r}: give two numbers of at least 0 and below 1.")
+
+
 def check_parameters(
     parameters: Iterable[tuple[str, Tensor, bool, Projection | None]], method: ProjectedConfig
 ) -> None:

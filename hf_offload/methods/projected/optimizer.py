@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from hf_offload.errors import OffloadConfigError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.methods.projected import rules
-from hf_offload.methods.projected.checks import check_parameters, check_state_dict, sharded
+from hf_offload.methods.projected.checks import check_numbers, check_parameters, check_state_dict, sharded
 from hf_offload.methods.projected.config import ApolloConfig, FrugalConfig, GaLoreConfig, ProjectedConfig
 from hf_offload.methods.projected.formats import StateFormat, drop
 from hf_offload.methods.projected.projections import (
@@ -85,6 +85,7 @@ class ProjectedAdamW(Optimizer):
         weight_decay: float = 1e-2,
     ):
         self.method = method
+        check_numbers(lr, betas, eps, weight_decay)
         defaults = {
             "lr": lr,
             "betas": tuple(betas),
