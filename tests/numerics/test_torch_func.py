@@ -171,7 +171,7 @@ def settings(tier, directory):
 
 
 @pytest.mark.filterwarnings("ignore:The model is on the CPU")
-@pytest.mark.parametrize(("name", "scoped"), zip(ALLOWED, itertools.cycle((False, True))))
+@pytest.mark.parametrize(("name", "scoped"), list(zip(ALLOWED, itertools.cycle((False, True)))))
 def test_the_same_bits(name, scoped, tmp_path):
     expected, _ = train(ALLOWED[name], None)
     found, moved = train(ALLOWED[name], settings("ram" if scoped else "ssd", tmp_path), scoped)
