@@ -243,7 +243,7 @@ USAGES: dict[str, Callable[[nn.Module], list[torch.Tensor]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("usage", "place"), zip(USAGES, itertools.cycle(("ram", "ssd"))))
+@pytest.mark.parametrize(("usage", "place"), list(zip(USAGES, itertools.cycle(("ram", "ssd")))))
 def test_whoever_reads_weights_reads_their_bits(late, usage, place):
     def found(**settings: str) -> list[torch.Tensor]:
         model = build(LLAMA)
