@@ -17,7 +17,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -75,9 +74,8 @@ class Phases:
         self._on_forward, self._on_forward_end = on_forward, on_forward_end
         for name, module in {type(model).__name__: model, **units}.items():
             root = module is model
-            enter, leave = InertInCopies(partial(_entered, self, name, root)), InertInCopies(partial(_left, self, root))
-            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(leave, always_call=True))
+            self._handles.append(module.register_forward_pre_hook(_Enter(self, name, root), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(_Leave(self, root), always_call=True))
 
     def remove(self) -> None:
         """Take every hook off the model and off this thread."""
@@ -190,10 +188,31 @@ class _Pushed:
     units: int
 
 
-def _entered(phases: Phases, unit: str, root: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
-    compiled = torch.compiler.is_compiling()
-    if root or not compiled:
-        _enter(phases, unit, root, args, kwargs, compiled)
+class _Enter(InertInCopies):
+    """A hook that a compiler traces as far as it is called in compiled code. It hands on no output: to trace a tensor, a
+    compiler looks at its gradient.
+    """
+
+    def __init__(self, phases: Phases, unit: str, root: bool):
+        super().__init__()
+        self._phases, self._unit, self._root = phases, unit, root
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        compiled = torch.compiler.is_compiling()
+        if self._root or not compiled:
+            _enter(self._phases, self._unit, self._root, args, kwargs, compiled)
+
+
+class _Leave(InertInCopies):
+    """See :class:`_Enter`."""
+
+    def __init__(self, phases: Phases, root: bool):
+        super().__init__()
+        self._phases, self._root = phases, root
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._root or not torch.compiler.is_compiling():
+            _leave(self._phases, self._root)
 
 
 @torch._dynamo.disable
@@ -201,11 +220,6 @@ def _enter(phases: Phases, unit: str, root: bool, args: Any, kwargs: Any, compil
     if root:
         phases.begin(args, kwargs, compiled)
     phases.enter(unit, root)
-
-
-def _left(phases: Phases, root: bool, module: nn.Module, args: Any, output: Any) -> None:
-    if root or not torch.compiler.is_compiling():
-        _leave(phases, root)
 
 
 @torch._dynamo.disable
