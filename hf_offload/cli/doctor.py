@@ -83,8 +83,9 @@ EFFECTS = (
     ),
     Effect(
         "snapshots, on first use",
-        "one atexit handler, so that a script that ends well leaves none",
-        {"snapshots": ("atexit",)},
+        "one atexit handler, so that a script that ends well leaves none, and one os.register_at_fork() handler, so that "
+        "children do not keep the connection",
+        {"snapshots": ("atexit", "fork handlers")},
     ),
     Effect(
         "hf_offload.run, command launch",

@@ -294,7 +294,8 @@ def short_of_memory(tmp_path):
 
 
 def first_steps(model, optimizer, session):
-    for number in range(3):
+    """Steps until there is a plan."""
+    for number in range(4):
         with session.scope():
             model(**batch(number)).loss.backward()
         optimizer.step()
