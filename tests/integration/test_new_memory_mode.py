@@ -2,11 +2,10 @@
 
 import inspect
 import json
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from pydantic import Field
 from torch import nn
 
@@ -27,8 +26,6 @@ SMALL_GPT2 = ["model.config.n_layer=2", "model.config.n_embd=64", "model.config.
 @settings(frozen=True, kw_only=True)
 class Momentum(MemoryMode):
     """SGD with momentum."""
-
-    card_library: ClassVar[str] = "momentum-library"
 
     momentum: Annotated[Number, Field(ge=0, le=1)] = 0.9
 
@@ -95,11 +92,3 @@ def test_it_is_planned():
     table = json.loads(invoke("plan", *model, "--modes", "--memory-mode", "none,momentum", "--json"))
     adamw, momentum = table["rows"]
     assert momentum["state_bytes"] == alone["optimizer_state_bytes"] == adamw["state_bytes"] // 2
-
-
-def test_a_card_says_what_loads_it(tiny_recipe, tmp_path):
-    report, card = tmp_path / "report.json", tmp_path / "card"
-    invoke("train", tiny_recipe, "memory.mode=momentum", "--report", report)
-    facts = ["--name", "tiny", "--dataset", "words", "--dataset-license", "cc0-1.0", "--license", "apache-2.0"]
-    invoke("card", report, "--output", card, *facts)
-    assert ModelCard.load(card / "README.md").data.library_name == "momentum-library"
