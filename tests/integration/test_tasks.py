@@ -178,7 +178,7 @@ def test_every_task_is_trained_evaluated_and_saved_and_offloading_changes_no_bit
     assert type(loaded).__module__.startswith("transformers.")
     tokenizer = transformers.AutoTokenizer.from_pretrained("out")
     assert len(tokenizer) <= loaded.get_input_embeddings().weight.shape[0]
-    from hf_offload.training.memory import parameter_digest
+    from hf_offload.training.report import parameter_digest
 
     assert parameter_digest(loaded) == keep.parameters_sha256
 
