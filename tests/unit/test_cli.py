@@ -137,7 +137,7 @@ TINY = [
 ]  # fmt: skip
 SILENT = {
     "plan": ["plan", "gpt2-small", *TINY, "--gpu", "rtx4090", "--memory-mode", "lora", "--plot", "plan.png"],
-    "modes": ["plan", "gpt2-small", *TINY, "--gpu", "rtx4090", "--modes", "--memory-mode", "lora,galore"],
+    "modes": ["plan", "gpt2-small", *TINY, "--gpu", "rtx4090", "--modes", "--memory-mode", "lora,lisa"],
     "doctor": ["doctor", "--no-measure"],
     "recipes list": ["recipes", "list", "--family", "gpt"],
     "recipes show": ["recipes", "show", "gpt/demo"],

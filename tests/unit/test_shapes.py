@@ -47,7 +47,7 @@ def test_a_recipe_of_the_hub_is_planned_without_the_hub():
     assert found.config.use_cache is False
     assert (found.memory_mode, found.settings.tiled_loss, found.settings.tiled_mlp) == ("qlora", "auto", "off")
     long = find_workload("llama/1b_long_context", ["offload.tile_bytes=1MiB"])
-    assert (long.settings.tiled_loss, long.settings.tiled_mlp, long.cut.tile_bytes) == ("on", "on", 1 << 20)
+    assert (long.settings.tiled_loss, long.settings.tiled_mlp, long.settings.tile_bytes) == ("on", "on", 1 << 20)
     pairs = find_workload("t5/base_full_ssd")
     assert (pairs.sequence, pairs.target_sequence) == (512, 128)
     assert find_workload("gpt/pythia_6_9b_qlora_auto", ["offload.memory_budget=10GiB"]).budget_bytes == 10 << 30
