@@ -88,11 +88,6 @@ class RunStorage:
         """Whether something was not written because of the run's limit, and the run is to end then."""
         return self.stops and self.disk_writes.refused
 
-    @property
-    def has_state(self) -> bool:
-        """Whether optimizer state is, or was, on a tier."""
-        return OPTIMIZER_STATE in self.accounts
-
     def open_account(self, name: str, tier: str) -> TierStats:
         """Counters for another tier of the account ``name``."""
         shared = self.tiers.setdefault(tier, TierStats())

@@ -264,6 +264,20 @@ def test_weights_of_checkpoints_leave_memory_while_backward_is_in_another(tmp_pa
     assert 0 < session.residency.most_bytes <= limit
 
 
+def test_where_all_weights_stay_autograd_saves_as_without_offloading(tmp_path):
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+    session, hooks = parked(model, tmp_path), []
+    session.residency.limit_bytes = 1 << 20
+    model(torch.ones(4, 32))
+    model[1].register_forward_hook(
+        lambda *_: hooks.append(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
+    )
+    model(torch.ones(4, 32))
+    session.residency.limit_bytes = 1
+    model(torch.ones(4, 32))
+    assert hooks == [False, True]
+
+
 @pytest.mark.parametrize("tier", ["none", "ram"])
 def test_weights_that_a_graph_has_saved_while_all_stayed_stay_until_its_backward(tier, tmp_path):
     gradients = []
