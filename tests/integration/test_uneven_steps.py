@@ -74,8 +74,8 @@ def attached(model, tmp_path, budget="100MiB", optimizer=None):
 
 
 def streamed(model, tmp_path, optimizer):
-    """All of its weights' gradients and state are on a drive."""
-    session = attach(model, OffloadConfig(tier="ssd", optimizer="ssd", directory=tmp_path, min_bytes=64))
+    """All of its weights' gradients and state are on a drive. Activations stay: what is on its way differs by run."""
+    session = attach(model, OffloadConfig(tier="none", optimizer="ssd", directory=tmp_path, min_bytes=64))
     session.prepare_optimizer(optimizer)
     return session
 
