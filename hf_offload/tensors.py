@@ -55,7 +55,6 @@ def has_bytes(tensor: Tensor) -> bool:
     """
     return (
         torch._C._has_storage(tensor)
-        and tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_quantized
         and not tensor._is_zerotensor()

@@ -26,7 +26,6 @@ from hf_offload.state.gradients import (
     gradient_of,
     norm_of,
     park_gradient,
-    parked_gradient,
     set_gradient,
     watch,
 )
@@ -189,9 +188,6 @@ class Streaming:
         if gradient is not None:
             with self._section(GRADIENTS), outside():
                 guard.settle([gradient])  # an update that waits for it, too
-                parked = parked_gradient(gradient)
-                if parked is not None:
-                    parked.settle(unseen=False)
 
     @torch._disable_dynamo
     def arrived(self, trained: StreamedParameter, parameter: Tensor) -> None:

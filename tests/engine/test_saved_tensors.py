@@ -285,6 +285,22 @@ def test_tensors_of_a_subclass_pass_through(distributed):
     assert rig.stats.offloaded_bytes == 0
 
 
+class Named(torch.Tensor):
+    """As in PyTorch's docs on extending it: a class of one's own, over a plain tensor's bytes."""
+
+
+def test_tensors_of_an_own_class_pass_through():
+    x = leaf(16, 16)
+    rig = Rig()
+    with rig:
+        y = x.as_subclass(Named).sin()
+    assert type(y) is Named
+    rig.settle()
+    assert rig.stats.offloaded_bytes == 0
+    y.sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())
+
+
 def test_what_is_not_plain_passes_through():
     x = leaf(8, 8)
     sparse = torch.eye(8).to_sparse()

@@ -378,7 +378,7 @@ def adamw(model):
     ("budget", "seed"),
     rows(
         [(budget, seed) for budget in (2.7, 3.2, 3.6, 4.2, 5.0) for seed in (0, 1, 2, 3, None)],
-        quick=[(2.7, 0), (3.2, 1), (3.6, None), (5.0, 1), (5.0, None)],
+        quick=[(2.7, 0), (3.2, 0), (3.6, None), (5.0, 1), (5.0, None)],
     ),
 )
 def test_the_micro_batch_that_needs_most_says_where_weights_and_state_are(budget, seed, tmp_path, caplog):

@@ -48,6 +48,28 @@ def test_a_streamed_step_counts_as_many_changes_as_in_memory(foreach, parts, par
     assert found[0] == found[1]
 
 
+class OfAllAtOnce(torch.optim.SGD):
+    """Its step takes all gradients together, as those of optimizers that divide by a norm of all do."""
+
+    def step(self, closure=None):
+        total = torch.nn.utils.get_total_norm([p.grad for group in self.param_groups for p in group["params"]])
+        for group in self.param_groups:
+            group["lr"] = 0.01 / float(total)
+        return super().step(closure)
+
+
+def test_state_that_a_step_as_a_whole_makes_begins_to_leave_memory(tmp_path):
+    model, run = mlp(), Run("ssd", tmp_path)
+    optimizer = run.prepare(model, OfAllAtOnce(model.parameters(), lr=0.01, momentum=0.9))
+    train(run, model, optimizer, steps=1)
+    buffers = [state["momentum_buffer"] for p, state in optimizer.state.items() if p.nbytes >= 4096]
+    assert len(buffers) > 1
+    moved = [parked_of(buffer) for buffer in buffers]
+    assert all(
+        one is not None and (one.is_away or one.is_due) for one in moved
+    )  # code of the user may run before it has
+
+
 def _of_lists(name, weight):
     """Call a function of lists with whatever it takes."""
     function, other = getattr(torch, name), torch.full_like(weight, 0.5)

@@ -141,6 +141,7 @@ def functions_are_compiled_later(run):
     torch._dynamo.reset()
     model = mlp()
     optimizer = adamw(run, model)
+    train(run, model, optimizer)  # an update may wait once there is state
     compiled = torch.compile(lambda inputs: model(inputs).square().mean(), backend="aot_eager")
     train(run, model, optimizer, loss=lambda _, inputs: compiled(inputs))
     run.log_all(model, optimizer)

@@ -38,15 +38,14 @@ def steps_under_autocast(run):
 @usage("transformers, which sets the default dtype while it makes a model")
 def steps_with_another_default_dtype(run):
     model = mlp()
-    optimizer = adamw(run, model)
-    model(batch(0)).square().mean().backward()
-    torch.set_default_dtype(torch.float64)
-    try:
-        optimizer.step()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    optimizer.zero_grad()
-    train(run, model, optimizer)
+    optimizer = run.prepare(model, torch.optim.ASGD(model.parameters(), lr=1e-2))  # which makes numbers in each step
+    train(
+        run,
+        model,
+        optimizer,
+        before=lambda _: torch.set_default_dtype(torch.float64),
+        after=lambda _: torch.set_default_dtype(torch.float32),
+    )
     run.log_all(model, optimizer)
 
 
