@@ -148,6 +148,7 @@ def test_code_of_the_user_writes_to_what_was_read_ahead(chain):
     expected = model[0].weight.detach() + 1
     assert weights[0].read_ahead()
     assert reading(session) == {"0.weight"}
+    weights[0]._read[1].result()  # it has the bytes of before
     pause()
     model[0].weight.data.add_(1)
     weights[0].come()
