@@ -62,7 +62,7 @@ def clip_parked(
                     )
                 continue
             parked = parked_gradient(each)
-            if parked is None or parked.is_here:
+            if parked is None or parked.is_here or parked.is_held:  # others see that it is scaled
                 guard.settle([each])
                 scaled(each, (factor,))
             else:

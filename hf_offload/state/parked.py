@@ -92,6 +92,7 @@ class Parked(guard.Debt):
         self._tensors: list[weakref.ref[Tensor]] = []
         self._has_uncounted_writes = False  # it may have been written to without a new version
         self._is_clean = False  # the slot has the bytes of this version
+        self._may_be_torn = False  # what is being written may change meanwhile
         self._digest = b""  # of memory with the bytes of the slot, if it is known
         self._slab: Slab | None = None  # that the storage points to, or whose bytes are being written
         self._write: Future[None] | None = None
@@ -163,10 +164,14 @@ class Parked(guard.Debt):
         return storage is not None and storage.is_shared()
 
     def note_stream(self) -> None:
-        """The current stream is about to use the memory, which is free when it has."""
+        """The current stream is about to use the memory: after the one that has used it before, which may have updated it in a
+        forward. The memory is free when all have.
+        """
         if self.where is Where.HERE and not self.on_host:
             stream = torch.accelerator.current_stream(self._device)
             if stream != self._stream and (tensors := self.tensors):
+                stream.wait_stream(self._stream)
+                self._stream = stream
                 with torch._C.DisableTorchFunctionSubclass():
                     tensors[0].record_stream(stream)
 
@@ -184,6 +189,7 @@ class Parked(guard.Debt):
         if storage is None or self._was_given_memory(storage):
             return False
         self.wait_until_written()  # which may find that it has to stay
+        self.note_stream()
         may_be_same = self._is_clean and self.present_version() == self.version
         if may_be_same and self.on_host and not self._has_uncounted_writes:
             self.depart(storage)
@@ -196,7 +202,7 @@ class Parked(guard.Debt):
             return False
         slab = self._in_slab(storage)
         self._digest, self.version = digest, self.present_version()
-        self._is_clean, self.written = False, object()
+        self._is_clean, self._may_be_torn, self.written = False, False, object()
         self._has_uncounted_writes = self.on_host
         self._slab, self.where = slab, Where.LEAVING
         registry.note_on_the_way(self)
@@ -222,16 +228,18 @@ class Parked(guard.Debt):
             nbytes = whole_pages(self.nbytes)
             slot = self.store.try_reserve(nbytes)
             if slot is None:
-                self._stay()
+                self.stays = True
                 return False
             self._let_slot_go()
             self.slot = self.store.free_with(slot, storage)
         return True
 
     def cancel_leaving(self) -> None:
-        """It may be written to before the write has ended: on a CPU, it stays in memory."""
-        if self.on_host and self.where is Where.LEAVING:
-            self.where, self.is_due = Where.HERE, True
+        """It may be written to before the write has ended: on a CPU, it stays in memory, and the slot has no certain bytes."""
+        if self.on_host and self._write is not None:
+            self._may_be_torn = True
+            if self.where is Where.LEAVING:
+                self.where, self.is_due = Where.HERE, True
             self.note_uncounted_writes()
 
     def note_change(self) -> None:
@@ -300,17 +308,17 @@ class Parked(guard.Debt):
         for tensor in self.tensors:
             guard.put(tensor, self)
 
-    def _written(self) -> None:
-        write, self._write = self._write, None
-        if write is None:
-            return
+    def _written(self, write: "Future[None]") -> None:
+        if write is not self._write:
+            return  # it was waited for, and another may have begun
+        self._write = None
         storage = self._storage()
         error = None if write.cancelled() else write.exception()
-        self._is_clean = error is None and not write.cancelled()
+        self._is_clean = error is None and not write.cancelled() and not self._may_be_torn
         if error is not None:
             self.store.say(error)
             self._let_slot_go()
-            self._stay()
+            self.stays = True
             if self.on_host and self.where is Where.LEAVING:
                 self.where = Where.HERE
             elif not self.on_host and self.where is Where.HERE:  # it has come back
@@ -323,10 +331,6 @@ class Parked(guard.Debt):
             self.where, self._is_clean = Where.HERE, False
         else:
             self.depart(storage)
-
-    def _stay(self) -> None:
-        self.stays = True
-        self.store.kept_bytes += self.nbytes
 
     def free_former(self) -> None:
         """Nothing points to slots that it had before the present one."""
@@ -344,7 +348,7 @@ class Parked(guard.Debt):
         """Wait until what leaves has left."""
         if self._write is not None:
             self.store.wait(self._write)
-            self._written()
+            self._written(self._write)
 
     def present_version(self) -> tuple[int, ...]:
         """Those of all tensors: one grows with each change that PyTorch counts."""
@@ -387,10 +391,10 @@ class Parked(guard.Debt):
         self._begin_read(urgent=False)
         return True
 
-    def begin_to_come(self) -> None:
-        """Begin to read it, whether the window has room or not: it is needed at once, by :meth:`come`."""
+    def begin_to_come(self, urgent: bool = True) -> None:
+        """Begin to read it, whether the window has room or not, before all other reads if it is ``urgent``."""
         if self.can_be_read_in_parts and self._read is None and not (self.parts.are_written or self.is_held):
-            self._begin_read(urgent=True)
+            self._begin_read(urgent)
 
     @signals_deferred
     def come(self) -> None:
@@ -469,13 +473,13 @@ class Parked(guard.Debt):
     def _loaded(self, storage: torch.UntypedStorage) -> Slab:
         if self._read_version != self.present_version():  # a module before has written to the mapping (MoCo's momentum)
             self.drop_read()
-        read, self._read = self._read, None
+        read = self._read
         if read is not None:
             self.store.wait(read[1])
         if read is None or read[1].exception() is not None:  # of what was read ahead, before anyone has asked for it
             read = self._begin_read(urgent=True)
-            self._read = None
             self.store.wait(read[1])
+        self._read = None  # only now: Ctrl-C ends a wait
         self.check_read(read[1])
         if self.parts.overlay(read[0]):
             self.stays, self._is_clean = True, False
@@ -562,7 +566,7 @@ def empty_away(like: Tensor, device: torch.device, name: str, store: Store) -> T
         made = torch.empty(0, dtype=like.dtype, device=device).set_(storage, 0, like.shape, like.stride())
         parked = Parked(made, name, store)
         if slot is None:
-            parked._stay()
+            parked.stays = True
         else:
             parked.parts.begin(slot, storage)
             parked.where = Where.AWAY

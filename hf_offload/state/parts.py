@@ -77,13 +77,13 @@ class Parts(guard.Debt):
             source = bytes_of(storage)[begin : begin + nbytes] if found is None else found.content[:nbytes]
             slab.content[:nbytes].copy_(source)
             return slab
-        read = self._reads.pop(begin, None)
+        read = self._reads.get(begin)
         if read is not None:
             parked.store.wait(read[1])
         if read is None or read[1].exception() is not None:
             read = self._begin(begin, nbytes, urgent=True)
-            del self._reads[begin]
             parked.store.wait(read[1])
+        del self._reads[begin]  # only now: Ctrl-C ends a wait
         parked.check_read(read[1])
         return read[0]
 
@@ -119,7 +119,8 @@ class Parts(guard.Debt):
         assert target is not None
         self._is_open = True
         parked.note_part()
-        future = parked.store.write(target.slot, slab, begin, lambda: parked.parts._written(begin))
+        self.rescued.pop(begin, None)  # what could not be written before
+        future = parked.store.write(target.slot, slab, begin, lambda write: parked.parts._written(begin, write))
         self._writes[begin] = slab, future
 
     def end(self) -> None:
@@ -129,10 +130,11 @@ class Parts(guard.Debt):
         self._target, self._is_open = None, False
         self._ended()
 
-    def _written(self, begin: int) -> None:
-        slab, future = self._writes.pop(begin, (None, None))
-        if slab is None or future is None:
-            return
+    def _written(self, begin: int, write: "Future[None]") -> None:
+        slab, future = self._writes.get(begin, (None, None))
+        if slab is None or future is not write:
+            return  # it was waited for, and another may have begun
+        del self._writes[begin]
         error = None if future.cancelled() else future.exception()
         if error is not None:
             self._parked.store.say(error)
@@ -160,7 +162,7 @@ class Parts(guard.Debt):
         """Wait until all parts were written."""
         for begin, (_, future) in list(self._writes.items()):
             self._parked.store.wait(future)
-            self._written(begin)
+            self._written(begin, future)
 
     def overlay(self, slab: Slab) -> bool:
         """Put the parts that could not be written over what was read of the slot; false if there are none."""

@@ -128,8 +128,10 @@ class Units:
         self.refresh(model)
 
     def refresh(self, model: nn.Module) -> None:
-        """Look at the model again: it may have other modules by now. Idempotent."""
+        """Look at the model again: it may have other modules and weights by now. Idempotent."""
         self.remove()
+        for unit in self.units:
+            unit.set_weights([weight for weight in unit.weights if weight.is_alive])
         self._handles.append(model.register_forward_pre_hook(EagerHook(self._begin), prepend=True))
         self._handles.append(model.register_forward_hook(EagerHook(self._end), always_call=True))
         self._handles.append(model.register_load_state_dict_pre_hook(EagerHook(self._loads)))
@@ -274,7 +276,7 @@ class Units:
         if not self._is_busy():
             with self.lock, outside():
                 self._used_by.pop(threading.current_thread(), None)
-                for weight in unit.weights:
+                for weight in [] if unit.uses else unit.weights:  # another thread may use it
                     weight.leave()
                 for weight in unit.weights:
                     weight.wait_until_written()
@@ -312,7 +314,7 @@ class Units:
             if not (has_room or must):
                 return False
             for weight in missing:
-                weight.begin_to_come()
+                weight.begin_to_come(urgent=must)
         return True
 
     def make_room(self, nbytes: int, keeps: Sequence[Unit] = ()) -> bool:

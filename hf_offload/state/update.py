@@ -166,6 +166,8 @@ class UpdateComputer:
             raise
         finally:
             set_gradient(parameter, live)
+        for parked in moved:
+            parked.note_change()  # fused steps count none
         if parameter in after:
             state[parameter] = after[parameter]
         update.is_computed = True

@@ -62,9 +62,11 @@ class Weights:
         def adopt(parameter: nn.Parameter) -> None:
             weights = self_ref()  # which holds the units
             if weights is not None:
+                weights._drop_dead()
                 weights.receive(_name_of(parameter, model_ref()), parameter, config)
 
         units.adopt = adopt
+        self._drop_dead()
         with units.lock, outside():
             for name, parameter in model.named_parameters():
                 self.receive(name, parameter, config)
@@ -132,6 +134,10 @@ class Weights:
         if self._units is not None:
             self._units.most_bytes = self.bytes_in_memory
         self._moved_before = self._moved_in_all
+
+    def _drop_dead(self) -> None:
+        """Those whose storages have gone hold memory."""
+        self._parked = {key: parked for key, parked in self._parked.items() if parked.is_alive}
 
     def weights(self) -> list[Parked]:
         """Those that are still there."""

@@ -75,7 +75,6 @@ class Store:
         counts_reads: Half of the window is for what is read ahead. Otherwise, what asks for that knows how much it may be.
 
     Attributes:
-        kept_bytes: Bytes that stay in memory for want of room, or after a write that failed.
         refusal: Why something stayed in memory, if anything did.
         dropped: Slots whose tensors have gone. They are appended in whatever thread, also where no lock may be taken.
     """
@@ -84,13 +83,12 @@ class Store:
         self.tier = tier
         self.window_bytes = window_bytes
         self._counts_reads = counts_reads
-        self.kept_bytes = 0
         self.storage = storage
         self.what = what
         self.refusal: BaseException | None = None
         self.dropped: collections.deque[HeldSlot] = collections.deque()
         self._held: set[HeldSlot] = set()
-        self._writing: collections.deque[tuple[Future[None], int, Callable[[], None]]] = collections.deque()
+        self._writing: collections.deque[tuple[Future[None], int, Callable[[Future[None]], None]]] = collections.deque()
         self._reading: dict[Future[None], int] = {}
         self._spare: dict[int, list[Slab]] = {}
         self._spare_bytes = 0
@@ -141,9 +139,9 @@ class Store:
 
     # -- transfers --------------------------------------------------------------------------------------------------------
 
-    def write(self, slot: Slot, slab: Slab, begin: int, ended: Callable[[], None]) -> "Future[None]":
-        """Begin to write; ``ended`` is called by :meth:`collect` and by what waits, in the thread of the calls. What the tier
-        refuses is a write that has failed.
+    def write(self, slot: Slot, slab: Slab, begin: int, ended: "Callable[[Future[None]], None]") -> "Future[None]":
+        """Begin to write; :meth:`collect` calls ``ended`` with this write, in the thread of the calls. What the tier refuses is
+        a write that has failed.
         """
         try:
             future = self.tier.write(slot, slab.content, begin)
@@ -179,7 +177,7 @@ class Store:
         for _ in range(len(self._writing)):
             future, nbytes, ended = self._writing.popleft()
             if future.done():
-                ended()
+                ended(future)
             else:
                 self._writing.append((future, nbytes, ended))
 
