@@ -86,7 +86,8 @@ def test_clipping_shows_where_others_hold_a_gradient(tmp_path):
     found = []
     for run in (Run("none", tmp_path), Run("ssd", tmp_path)):
         model = mlp()
-        streaming = streaming_of(adamw(run, model))
+        optimizer = adamw(run, model)
+        streaming = streaming_of(optimizer)
         model(batch(0)).square().mean().backward()
         if streaming is not None:
             streaming.gradient_store.settle()
