@@ -473,13 +473,13 @@ class Parked(guard.Debt):
     def _loaded(self, storage: torch.UntypedStorage) -> Slab:
         if self._read_version != self.present_version():  # a module before has written to the mapping (MoCo's momentum)
             self.drop_read()
-        read = self._read
+        read, self._read = self._read, None
         if read is not None:
             self.store.wait(read[1])
         if read is None or read[1].exception() is not None:  # of what was read ahead, before anyone has asked for it
             read = self._begin_read(urgent=True)
+            self._read = None
             self.store.wait(read[1])
-        self._read = None  # only now: Ctrl-C ends a wait
         self.check_read(read[1])
         if self.parts.overlay(read[0]):
             self.stays, self._is_clean = True, False

@@ -77,13 +77,13 @@ class Parts(guard.Debt):
             source = bytes_of(storage)[begin : begin + nbytes] if found is None else found.content[:nbytes]
             slab.content[:nbytes].copy_(source)
             return slab
-        read = self._reads.get(begin)
+        read = self._reads.pop(begin, None)
         if read is not None:
             parked.store.wait(read[1])
         if read is None or read[1].exception() is not None:
             read = self._begin(begin, nbytes, urgent=True)
+            del self._reads[begin]
             parked.store.wait(read[1])
-        del self._reads[begin]  # only now: Ctrl-C ends a wait
         parked.check_read(read[1])
         return read[0]
 

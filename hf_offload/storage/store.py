@@ -159,10 +159,12 @@ class Store:
 
     def wait(self, future: "Future[None]") -> None:
         """Wait for a transfer, whatever becomes of it, and count how long that took."""
-        if not future.done():
-            with self.storage.handling.of(WAITS):
-                self.tier.wait_until_done(future)
-        self._reading.pop(future, None)
+        try:
+            if not future.done():
+                with self.storage.handling.of(WAITS):
+                    self.tier.wait_until_done(future)
+        finally:  # also where Ctrl-C, or a drive that hangs, ends the wait: nobody asks for it again
+            self._reading.pop(future, None)
 
     def has_room_to_read(self, nbytes: int) -> bool:
         """Whether so many bytes may be read ahead now."""
