@@ -164,8 +164,8 @@ class Parked(guard.Debt):
         return storage is not None and storage.is_shared()
 
     def note_stream(self) -> None:
-        """The current stream is about to use the memory: after the one that has used it before, which may have updated it in a
-        forward. The memory is free when all have.
+        """The current stream is about to use the memory: after the one that has used it before, which may have updated it.
+        The memory is free when all have.
         """
         if self.where is Where.HERE and not self.on_host:
             stream = torch.accelerator.current_stream(self._device)
@@ -235,7 +235,7 @@ class Parked(guard.Debt):
         return True
 
     def cancel_leaving(self) -> None:
-        """It may be written to before the write has ended: on a CPU, it stays in memory, and the slot has no certain bytes."""
+        """It may be written to before the write has ended: on a CPU, it stays in memory, and the slot may have any bytes."""
         if self.on_host and self._write is not None:
             self._may_be_torn = True
             if self.where is Where.LEAVING:

@@ -140,8 +140,8 @@ class Store:
     # -- transfers --------------------------------------------------------------------------------------------------------
 
     def write(self, slot: Slot, slab: Slab, begin: int, ended: "Callable[[Future[None]], None]") -> "Future[None]":
-        """Begin to write; :meth:`collect` calls ``ended`` with this write, in the thread of the calls. What the tier refuses is
-        a write that has failed.
+        """Begin to write; :meth:`collect` calls ``ended`` with this write, in the thread of the calls. What the tier
+        refuses is a write that has failed.
         """
         try:
             future = self.tier.write(slot, slab.content, begin)

@@ -1,4 +1,4 @@
-"""A storage whose write fails once, is overtaken, or meets who holds its memory: the bytes that come back are the last ones."""
+"""Storages whose writes fail once or are overtaken, and whose memory others hold: what comes back are the last bytes."""
 
 import gc
 import itertools
@@ -10,7 +10,7 @@ from hf_offload.state.optimizer import streaming_of
 from hf_offload.state.parked import Where
 from hf_offload.state.registry import parked_of, pause
 from tests.faults.failing_calls import EIO, Faults, Hang
-from tests.helpers.parked import let_weights_leave, parked, state_that_moves
+from tests.helpers.parked import let_weights_leave, parked
 from tests.helpers.train import Run, adamw, assert_same, batch, mlp, stream_in_parts, train
 
 
