@@ -163,7 +163,7 @@ class Store:
             if not future.done():
                 with self.storage.handling.of(WAITS):
                     self.tier.wait_until_done(future)
-        finally:  # also where Ctrl-C, or a drive that hangs, ends the wait: nobody asks for it again
+        finally:  # also where Ctrl-C, or a drive that hangs, ends the wait: it is not asked for again
             self._reading.pop(future, None)
 
     def has_room_to_read(self, nbytes: int) -> bool:
