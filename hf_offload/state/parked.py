@@ -451,6 +451,8 @@ class Parked(guard.Debt):
                 continue
             if not visited.leave() and visited.is_alive and visited.is_here and not visited.stays:
                 _visited.appendleft(reference)  # there is an alias: the others come first
+            if visited.on_host:
+                visited.wait_until_written()  # code of the user runs, which may write to it next
             visited.store.throttle()
 
     def forget(self) -> None:

@@ -73,8 +73,7 @@ def test_values_that_were_swapped_during_a_write_come_back(comes_back, tmp_path,
     with torch.no_grad():
         weight.data.zero_()
         hang.end()
-        while not moved._write.done():
-            pass
+        moved._write.result(60)
         weight.data.copy_(before)
     let_weights_leave(session)
     assert moved.is_away
@@ -95,6 +94,19 @@ def test_clipping_shows_where_others_hold_a_gradient(tmp_path):
         run.log(run.clip(model, 1e-4), aliases)
         found.append(run.logged)
     assert_same(*reversed(found))
+
+
+def test_a_clipped_gradient_that_was_read_is_in_no_write_as_the_user_writes_to_it(tmp_path):
+    """To log its norm, and to scale it by ``.data``, which no version counts."""
+    run, model = Run("ssd", tmp_path), mlp()
+    optimizer = adamw(run, model)
+    model(batch(0)).square().mean().backward()
+    streaming_of(optimizer).gradient_store.settle()
+    run.clip(model, 1e-4)
+    for parameter in model.parameters():
+        if (moved := parked_of(parameter.grad)) is not None:
+            parameter.grad.norm()
+            assert moved.is_away
 
 
 def test_the_end_of_one_write_is_not_taken_for_that_of_another(tmp_path, monkeypatch):
