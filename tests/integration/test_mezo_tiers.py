@@ -235,5 +235,6 @@ def test_a_step_of_two_passes_reads_and_writes_each_weight_twice(restore, copies
     (written, read), (written_later, read_later) = moved[1], moved[-1]
     each = residency.total_bytes
     assert residency.limit_bytes < each / 2
-    assert 0 < written_later - written <= 4 * (2 + copies) * each
+    # What was still in memory as the second step ended is written in one of the four steps counted.
+    assert 0 < written_later - written <= 4 * (2 + copies) * each + residency.limit_bytes
     assert 0 < read_later - read <= 4 * (2 + copies) * each
