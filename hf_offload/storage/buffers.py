@@ -79,22 +79,23 @@ def map_ranges(ranges: Sequence[tuple[int, int, int]], private: bool = False) ->
     length = -(-total // mmap.PAGESIZE) * mmap.PAGESIZE
     if not length:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    address = _map(None, length, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    memory: Any = (ctypes.c_uint8 * total).from_address(address)
-    weakref.finalize(memory, _libc().munmap, address, length).atexit = False
+    # Its end unmaps them, in C: what a handler of signals raises in a finalizer's Python would be lost.
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    found = torch.frombuffer(memory, dtype=torch.uint8, count=total)
+    address = found.data_ptr()
     sharing = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
     for descriptor, offset, nbytes in ranges:
-        _map(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, sharing | _FIXED, descriptor, offset)
+        _map(address, nbytes, sharing, descriptor, offset)
         address += nbytes
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return found
 
 
-def _map(address: int | None, nbytes: int, access: int, flags: int, descriptor: int, offset: int) -> int:
-    found = _libc().mmap(address, nbytes, access, flags, descriptor, offset)
-    if found == _FAILED:
+def _map(address: int, nbytes: int, sharing: int, descriptor: int, offset: int) -> None:
+    """Put a range of a file where memory was mapped."""
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    if _libc().mmap(address, nbytes, access, sharing | _FIXED, descriptor, offset) == _FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    return int(found)
 
 
 @functools.cache
@@ -102,5 +103,4 @@ def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
-    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     return libc

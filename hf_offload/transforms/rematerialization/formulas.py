@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,14 +32,16 @@ class Formulas:
 
     def __init__(self) -> None:
         self.in_use = True
-        self._known = WeakTensorKeyDictionary()
+        # By the tensor's id. C code forgets: what a handler of signals raises in a reference's Python would be lost.
+        self._known: dict[int, tuple[weakref.ref[Tensor], _Entry]] = {}
 
     def remember(self, made: Tensor, formula: Formula | None) -> None:
         """Note how ``made`` is computed; None: the operation that made it saves it, so saving it twice costs nothing."""
         if made.requires_grad:
             tensors = () if formula is None else formula.tensors
             versions = made._version, tuple(one._version for one in tensors)
-            self._known[made] = _Entry(versions, _saving_hooks(), formula)
+            gone: Any = functools.partial(self._known.pop, id(made))
+            self._known[id(made)] = weakref.ref(made, gone), _Entry(versions, _saving_hooks(), formula)
 
     def of(self, tensor: Tensor) -> Formula | None:
         """How ``tensor``, or what it is a reshaped view of, can be recomputed; None if it cannot.
@@ -48,10 +50,10 @@ class Formulas:
         recompute would not find what the first forward has found.
         """
         whole = tensor
-        entry = self._known.get(tensor)
+        entry = self._entry_of(tensor)
         if entry is None and _has_all_of(tensor, tensor._base):
             whole = tensor._base  # type: ignore[assignment]  # it has one
-            entry = self._known.get(whole)
+            entry = self._entry_of(whole)
         if entry is None or entry.hooks != _saving_hooks():
             return None
         formula = as_it_is(whole) if entry.formula is None else entry.formula
@@ -61,6 +63,10 @@ class Formulas:
         if whole is tensor:
             return formula
         return Formula(formula.tensors, functools.partial(_reshaped, formula.build, tensor.shape))
+
+    def _entry_of(self, tensor: Tensor | None) -> "_Entry | None":
+        reference, entry = self._known.get(id(tensor), (None, None))
+        return None if reference is None or reference() is not tensor else entry
 
     def clear(self) -> None:
         """Forget all."""
