@@ -68,7 +68,7 @@ class Feedback:
 
         Raises :class:`~hf_offload.errors.OffloadConfigError` while one runs in another thread, where the plan recomputes.
         """
-        if self._decisions.is_unplanned():
+        if self._decisions.is_unplanned:
             return
         if self._forward.is_elsewhere:
             if not self._decisions.allow_threads():
@@ -96,7 +96,7 @@ class Feedback:
             else:
                 self._decisions.go_on(self._micro_batches[-1], shape)
             micro_batch = self._micro_batches[-1]
-            if self._decisions.is_unplanned():
+            if self._decisions.is_unplanned:
                 self._stop_measuring()
                 return
             # Several processes measure the same steps, whatever is on their stacks.
@@ -117,7 +117,7 @@ class Feedback:
         before: twice as large, for generation has a longer row each time.
         """
         self.end_evaluation()
-        if self._forward.is_running or self._decisions.is_unplanned():
+        if self._forward.is_running or self._decisions.is_unplanned:
             return  # it is a part of that one, or nothing is measured
         if self._meter is not None:
             self._meter.begin_evaluation(tensors_in((args, dict(kwargs))))
@@ -167,7 +167,7 @@ class Feedback:
 
         Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small for the first plan of the run.
         """
-        if self._decisions.is_unplanned():
+        if self._decisions.is_unplanned:
             return
         times = self._clock.stop()
         meter = self._stop_measuring()
@@ -187,7 +187,7 @@ class Feedback:
             raise self._over_budget.refusal(error, max(peaks, default=0)) from None
         finally:
             self._overhead.begin_step()
-        if self._decisions.is_unplanned():
+        if self._decisions.is_unplanned:
             return
         # What the decisions have not said themselves.
         within = [one for one in measured if one[0].plan is None or not one[0].plan.exceeds]

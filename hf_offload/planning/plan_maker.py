@@ -27,7 +27,7 @@ from hf_offload.planning.shape_plan import (
     planned_with_more_state,
     repeats_elementwise,
     say,
-    windows_to_measure,
+    windows_to_move_all,
     windows_to_reduce,
 )
 from hf_offload.planning.shapes import Shapes
@@ -261,8 +261,8 @@ class PlanMaker:
         """
         while True:
             plan = find()
-            if plan is None or plan.fixed is not None:
-                return plan, False
+            if plan is None:
+                return None, False
             is_there = self._ranks.gather(plan.state_placement == self._state.state_placement)[0]
             if any(self._ranks.gather(self._state.place(self._model, plan.state_placement))):
                 break
@@ -272,7 +272,7 @@ class PlanMaker:
         self._changes += 1
         self.measure_again(f"The plan: {plan.reason}.")
         # Everything moves in the step that is measured, and it is to be within the budget, too.
-        self.windows = windows_to_measure(plan, self._safest) or plan.problem.windows[-1]
+        self.windows = windows_to_move_all(plan.problem, self._safest) or plan.problem.windows[-1]
         return None, True
 
     def measure_again(self, why: str) -> None:
