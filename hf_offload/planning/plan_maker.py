@@ -151,7 +151,7 @@ class PlanMaker:
         """What was measured of a micro-batch, of the process that saved the most."""
         assert micro_batch.metered is not None, "it was measured"
         found = self._ranks.largest(meter.footprint(micro_batch.metered), lambda one: sum(one.saved_bytes.values()))
-        return self._state.with_weights(self._model, found)
+        return self._state.with_weights(self._model, dataclasses.replace(found, is_reduced=micro_batch.is_reduced))
 
     def make(self, micro_batches: Mapping[BatchShape, MicroBatch], meter: StepMeter) -> list[ShapePlan]:
         """Plans for measured micro-batches. None where weights or state were moved, or the model changed: the next step is
@@ -162,13 +162,8 @@ class PlanMaker:
         needed = [
             one for one in micro_batches if not any(other != one and one.begins(other) for other in micro_batches)
         ]
-        steps: dict[BatchShape, Footprint] = {}
-        for shape in sorted(needed, key=lambda shape: shape.demand, reverse=True):
-            one = micro_batches[shape]
-            footprint = self.footprint(meter, one)
-            step = self._shapes.joined(shape, footprint) if one.is_reduced else footprint
-            if step is not None:
-                steps[shape] = step
+        in_order = sorted(needed, key=lambda shape: shape.demand, reverse=True)
+        steps = {shape: self.footprint(meter, micro_batches[shape]) for shape in in_order}
         plans: list[ShapePlan] = []
         refused: dict[BatchShape, OffloadPlanError] = {}
         for shape, footprint in steps.items():
@@ -233,12 +228,12 @@ class PlanMaker:
 
     def _measure_reduced(self, shape: BatchShape, usual: Footprint, *, within_room: bool) -> bool:
         """Measure the next step of ``shape`` with recompute of elementwise operations; whether that can be done."""
-        if not self._shapes.may_be_reduced(shape) or not self._may_reduce():
+        if not self._may_reduce():
             return False
         windows = windows_to_reduce(usual, self.terms, self._safest, within_room=within_room)
         if windows is None:
             return False
-        self._shapes.measured(shape, usual, windows)
+        self._shapes.measured(shape, windows)
         say(self._ranks, logging.INFO, "Measuring a step in which elementwise operations are recomputed.")
         return True
 

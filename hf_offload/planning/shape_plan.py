@@ -105,15 +105,9 @@ class ShapePlan:
         return shape.begins(self.shape)
 
     @property
-    def step(self) -> Footprint:
-        """The step with everything in memory, with recompute of elementwise operations if the plan has that."""
-        reduced = self.footprint.reduced if self.problem.footprint.usual is not None else None
-        return reduced or self.footprint.plain
-
-    @property
     def compute_s(self) -> float:
         """Predicted time of a micro-batch without the optimizer's, and without waiting."""
-        return self.step.step_s - self.step.optimizer_step_s + self.solution.timeline.recompute_s
+        return self.footprint.step_s - self.footprint.optimizer_step_s + self.solution.timeline.recompute_s
 
     @property
     def micro_batch_s(self) -> float:
@@ -180,11 +174,9 @@ class ShapePlan:
         """The measured micro-batch at the present pace, and the plan at that pace and at present rates, with its peak."""
         footprint = self.footprint.at_pace(self.pace)
         self.pace = 1.0
-        step = footprint if self.problem.footprint.usual is None else footprint.reduced
-        assert step is not None, "the plan was made of it"
 
         def play() -> tuple[Solution, int]:
-            problem = problem_of(step, terms.hardware, terms.budget_bytes, self.state_placement, terms.allowed)
+            problem = problem_of(footprint, terms.hardware, terms.budget_bytes, self.state_placement, terms.allowed)
             solution = problem.play(self.solution.placements, self.solution.windows)
             return solution, _peak_of(problem, solution)
 
@@ -275,7 +267,7 @@ def repeats_elementwise(footprint: Footprint, terms: Terms) -> bool:
     """Whether a plan of this step has it by rule, and it was not measured so: something has to leave memory that is fast."""
     return terms.ranks.first(
         lambda: (
-            footprint.elementwise is None
+            not footprint.is_reduced
             and terms.hardware.repeats_elementwise
             and not everything_stays(footprint, terms.hardware, terms.budget_bytes, terms.allowed)
         )
@@ -284,9 +276,8 @@ def repeats_elementwise(footprint: Footprint, terms: Terms) -> bool:
 
 def may_fit_with_elementwise(footprint: Footprint, terms: Terms) -> bool:
     """Whether anything could fit with it where nothing does without, and it was not measured so."""
-    is_alone = footprint.elementwise is None
     return terms.ranks.first(
-        lambda: is_alone and may_hold(footprint, terms.hardware, terms.budget_bytes, terms.allowed)
+        lambda: not footprint.is_reduced and may_hold(footprint, terms.hardware, terms.budget_bytes, terms.allowed)
     )
 
 
