@@ -318,24 +318,25 @@ class Decisions:
 
     def _check_time(self, plans: Sequence[ShapePlan], main: ShapePlan, seconds: float, pace: float) -> None:
         """A step took ``seconds``, and its compute ``pace`` times as long as predicted: correct what is off."""
-        ratio = self._pace.add(main, seconds, pace)
-        if ratio is None and not self._pace.has_changed:
+        main.prediction.measured_step_s.append(seconds)
+        self._pace.add(seconds / main.prediction.step_s, pace)
+        taken = self._pace.take()
+        if taken is None:
             return
-        pace = self._pace.take()
-        if ratio is None:
-            terms = self._maker.terms
-            for one in _each(plans):
-                one.pace = pace
-                one.follow_pace(terms)
-            main.prediction.step_s = _predicted_s(plans, main)
-            return
-        predicted = main.prediction.step_s / main.followed
-        self._log(logging.INFO, "Steps take %.2f s instead of the predicted %.2f s.", ratio * predicted, predicted)
+        ratio, pace, looks = taken
+        if looks:
+            predicted = main.prediction.step_s
+            self._log(logging.INFO, "Steps take %.2f s instead of the predicted %.2f s.", ratio * predicted, predicted)
         for one in _each(plans):
-            one.pace, one.followed = pace, 1.0
+            one.pace = pace
+            if not looks:
+                one.follow_pace(self._maker.terms)
+                continue
             self._correct(one, one.prediction.measured_peak_bytes or 0)
             if self._shapes.latest is None:
                 return  # weights or state were moved
+        if not looks:
+            main.prediction.step_s = _predicted_s(plans, main)
 
     def _adopt(self, plan: ShapePlan) -> None:
         """Let the plan be that of its shape, from the next forward on."""

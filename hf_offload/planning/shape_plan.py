@@ -75,7 +75,6 @@ class ShapePlan:
         corrections: How many plans of the same micro-batch came before it.
         steps: How many ran under it.
         pace: Time of compute as a ratio to what was measured at first.
-        followed: Predicted time as a ratio to what it was when another plan was looked for last.
         exceeds: Whether it does not fit the budget, which no plan does.
     """
 
@@ -89,7 +88,6 @@ class ShapePlan:
     corrections: int = 0
     steps: int = 0
     pace: float = 1.0
-    followed: float = 1.0
     exceeds: bool = False
 
     @classmethod
@@ -166,9 +164,7 @@ class ShapePlan:
 
     def follow_pace(self, terms: Terms) -> None:
         """Correct the prediction by the pace of steps and the rates that were reached; the plan stays."""
-        before_s = self.solution.timeline.step_s
         self._stay(*self._present(terms))
-        self.followed *= self.solution.timeline.step_s / before_s
 
     def _present(self, terms: Terms) -> tuple[Footprint, Solution, int]:
         """The measured micro-batch at the present pace, and the plan at that pace and at present rates, with its peak."""

@@ -12,11 +12,10 @@ import torch
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.state_placement import ACTIVATIONS, GRADIENTS, STATE, WEIGHTS
 from hf_offload.planning.model_state import ModelState
-from hf_offload.planning.shape_plan import ShapePlan
 
 _KINDS = (ACTIVATIONS, WEIGHTS, STATE, GRADIENTS)
-# Steps whose median is this far from the prediction correct it. The prediction follows the latest of them; another plan is
-# looked for after some, and each time after twice as many: a machine that has other work, too, is now fast and now slow.
+# Steps whose median is this far from the prediction correct it. Another plan is looked for after some of them, and each time
+# after twice as many: a machine that has other work, too, is now fast and now slow.
 _OFF = 1.1
 _TIMED_STEPS = 3
 _LATEST_STEPS = 5
@@ -167,57 +166,38 @@ class StepClock:
 
 
 class Pace:
-    """What steps under the present plans took, as ratios to what was predicted."""
+    """What the latest steps under the present plans took, as ratios to what is predicted."""
 
     def __init__(self) -> None:
-        # Of all steps since then: to what was predicted when another plan was looked for last.
-        self._timed: list[float] = []
-        # Time, and that of compute, to what is predicted now.
         self._latest: collections.deque[tuple[float, float]] = collections.deque(maxlen=_LATEST_STEPS)
+        self._since = 0  # steps since another plan was looked for
         self._patience = _TIMED_STEPS
 
-    def add(self, main: ShapePlan, seconds: float, pace: float) -> float | None:
-        """A step with the prediction of ``main`` took ``seconds``, and its compute ``pace`` times as long as predicted.
-
-        Returns what steps take as a ratio to what was predicted, if it is time to look for another plan.
-        """
-        main.prediction.measured_step_s.append(seconds)
-        ratio = seconds / main.prediction.step_s
+    def add(self, ratio: float, pace: float) -> None:
+        """A step took ``ratio`` times as long as predicted, and its compute ``pace`` times."""
         self._latest.append((ratio, pace))
-        self._timed.append(ratio * main.followed)
-        if len(self._timed) < self._patience:
-            return None
-        ratio = statistics.median(self._timed)
-        self._timed.clear()
-        if _agree(ratio):
-            return None
-        self._patience *= 2
-        return ratio
+        self._since += 1
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether the latest steps, of which a few may have been slow by chance, take what no prediction says, and compute
-        is why.
+    def take(self) -> tuple[float, float, bool] | None:
+        """The ratio and the pace of the latest steps, of which a few may have been slow by chance, and whether to look for
+        another plan; None where they took what is predicted, or compute is not why, and it is too early for another look.
         """
-        return not (_agree(statistics.median(ratio for ratio, _ in self._latest)) or _agree(self._of_latest))
-
-    def take(self) -> float:
-        """The pace of the latest steps' compute, from which predictions are made anew."""
-        pace = self._of_latest
-        self._latest.clear()
-        return pace
-
-    @property
-    def _of_latest(self) -> float:
-        """The median; as predicted where there are too few of them."""
         if len(self._latest) < _TIMED_STEPS:
-            return 1.0
-        return statistics.median(pace for _, pace in self._latest)
+            return None
+        ratio, pace = map(statistics.median, zip(*self._latest, strict=True))
+        looks = self._since >= self._patience
+        if _agree(ratio) or (not looks and _agree(pace)):
+            return None
+        if looks:
+            self._patience *= 2
+            self._since = 0
+        self._latest.clear()
+        return ratio, pace, looks
 
     def forget(self) -> None:
         """There is another plan."""
-        self._timed.clear()
         self._latest.clear()
+        self._since = 0
 
 
 def _agree(ratio: float) -> bool:
