@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
+from hf_offload.engine.hooks import Engine
 from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.plan import Plan
@@ -16,7 +17,7 @@ from hf_offload.planning.model_state import ModelState
 from hf_offload.planning.plan_maker import MicroBatch, PlanMaker
 from hf_offload.planning.shape_plan import ShapePlan, moving_all, not_behind, say, windows_to_move_all
 from hf_offload.planning.shapes import Shapes
-from hf_offload.planning.step_time import ObservedEngine, Overhead, Pace
+from hf_offload.planning.step_time import Overhead, Pace
 from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes
 
@@ -60,7 +61,7 @@ class Decisions:
         *,
         safest: Plan,
         apply: Callable[[Plan], None],
-        engine: ObservedEngine,
+        engine: Engine,
         model_state: ModelState,
         overhead: Overhead,
         on_infeasible: Callable[[], bool],

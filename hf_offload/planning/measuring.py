@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_curren
 from torch.utils.hooks import RemovableHandle
 
 from hf_offload.checkpointing import in_recompute
+from hf_offload.engine.record import Record
 from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment
 from hf_offload.planning.optimizer_state import is_elsewhere, missing_state, state_of
 from hf_offload.planning.recorder import StepRecorder
-from hf_offload.planning.saved_times import ObservedRecord, SavedTimes, SmallSaved
+from hf_offload.planning.saved_times import SavedTimes, SmallSaved
 from hf_offload.state.gradients import has_gradient
 from hf_offload.state.registry import observers, parked_of
 from hf_offload.state.weights import weights_of
@@ -240,7 +241,7 @@ class StepMeter(StepRecorder):
         self.is_shared = self.is_shared or not is_here
         return is_here
 
-    def packed(self, record: ObservedRecord) -> None:
+    def packed(self, record: Record) -> None:
         """A tensor was saved."""
         if not self._is_here():
             return
@@ -274,7 +275,7 @@ class StepMeter(StepRecorder):
         storage = self._seen[key]()
         return storage is not None and torch._C._storage_Use_Count(storage._cdata) == count + 1  # with this one
 
-    def asked(self, record: ObservedRecord) -> None:
+    def asked(self, record: Record) -> None:
         """Backward is about to use a saved tensor."""
         if not self._is_here():
             return

@@ -4,23 +4,13 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-
+from hf_offload.engine.record import Record
 from hf_offload.plan.footprint import Saved, Segment
 
 # Share of the saved bytes up to which it may be that another backward needs them again, and is not looked at.
 _AGAIN = 0.02
-
-
-class ObservedRecord(Protocol):
-    """What the engine shows of a record. ``buffer`` is None when it holds no memory."""
-
-    unit: str
-    nbytes: int
-    buffer: torch.Tensor | None
-    storage_ref: "weakref.ref[torch.UntypedStorage]"
 
 
 @dataclasses.dataclass(slots=True)
@@ -52,7 +42,7 @@ class SavedTimes:
         self._asked: list[tuple[weakref.ref[Any], _Times]] = []  # and autograd has not let go of them
         self._by_storage: dict[int, list[_Times]] = {}
 
-    def packed(self, record: ObservedRecord, unit: str, now: int) -> None:
+    def packed(self, record: Record, unit: str, now: int) -> None:
         """A tensor was saved."""
         times = self._times[id(record)] = _Times(unit, record.nbytes, now)
         self._records[id(record)] = reference = weakref.ref(record)
@@ -61,7 +51,7 @@ class SavedTimes:
         if storage is not None:
             self._by_storage.setdefault(id(storage), []).append(times)
 
-    def asked(self, record: ObservedRecord, now: int, walk: int) -> str | None:
+    def asked(self, record: Record, now: int, walk: int) -> str | None:
         """Backward is about to use it, in autograd's ``walk``; returns its unit, None if it was not saved here."""
         times, known = self._times.get(id(record)), self._records.get(id(record))
         if times is None:

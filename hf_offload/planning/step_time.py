@@ -4,11 +4,9 @@ import collections
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
 
-import torch
-
+from hf_offload.engine.hooks import Engine
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.state_placement import ACTIVATIONS, GRADIENTS, STATE, WEIGHTS
 from hf_offload.planning.model_state import ModelState
@@ -21,41 +19,6 @@ _TIMED_STEPS = 3
 _LATEST_STEPS = 5
 
 
-class ObservedEngine(Protocol):
-    """What feedback needs of the engine."""
-
-    observer: Any
-
-    def resident_bytes(self) -> int:
-        """Bytes of saved tensors that it holds in memory now."""
-        ...
-
-    def resident_storages(self) -> Iterable[torch.UntypedStorage]:
-        """That memory."""
-        ...
-
-    def waited_s(self) -> float:
-        """Seconds it has kept the training waiting since the session began."""
-        ...
-
-    def bandwidth(self) -> Mapping[str, tuple[float, float]]:
-        """Bytes a second that each tier stored and loaded so far; zero where unknown."""
-        ...
-
-    def handled(self) -> tuple[float, int]:
-        """Seconds that the training's threads were busy with tensors that move, without waits, and bytes of these."""
-        ...
-
-    def made_graph(self) -> bool:
-        """Whether a backward has made a graph of itself since this was asked last."""
-        ...
-
-    @property
-    def awaits_backward(self) -> bool:
-        """Whether another forward now joins those whose backward has not begun."""
-        ...
-
-
 class Overhead:
     """The time in which the threads of one training do not compute.
 
@@ -63,7 +26,7 @@ class Overhead:
     accelerator's kernels run meanwhile, and wait for bytes alone.
     """
 
-    def __init__(self, engine: ObservedEngine, model_state: ModelState, device: str):
+    def __init__(self, engine: Engine, model_state: ModelState, device: str):
         self._engine = engine
         self._model_state = model_state
         self._on_host = device == "cpu"
