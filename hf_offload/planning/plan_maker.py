@@ -21,7 +21,6 @@ from hf_offload.planning.model_state import ModelState
 from hf_offload.planning.shape_plan import (
     ShapePlan,
     Terms,
-    may_fit_with_elementwise,
     planned,
     planned_over_budget,
     planned_with_more_state,
@@ -221,8 +220,7 @@ class PlanMaker:
         try:
             return self._in_place(lambda: planned(shape, footprint, self.terms))
         except OffloadPlanError:
-            may_fit = may_fit_with_elementwise(footprint, self.terms)
-            if may_fit and self._measure_reduced(shape, footprint, within_room=False):
+            if not footprint.is_reduced and self._measure_reduced(shape, footprint, within_room=False):
                 return None, False
             raise
 

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan.choosing import everything_stays, least_memory, may_hold
+from hf_offload.plan.choosing import everything_stays, least_memory
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.plan import Placement, Plan
@@ -267,13 +267,6 @@ def repeats_elementwise(footprint: Footprint, terms: Terms) -> bool:
             and terms.hardware.repeats_elementwise
             and not everything_stays(footprint, terms.hardware, terms.budget_bytes, terms.allowed)
         )
-    )
-
-
-def may_fit_with_elementwise(footprint: Footprint, terms: Terms) -> bool:
-    """Whether anything could fit with it where nothing does without, and it was not measured so."""
-    return terms.ranks.first(
-        lambda: not footprint.is_reduced and may_hold(footprint, terms.hardware, terms.budget_bytes, terms.allowed)
     )
 
 
