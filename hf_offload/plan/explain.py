@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.plan import Placement
@@ -59,15 +59,19 @@ def unit_lines(problem: Problem, solution: Solution) -> list[UnitLine]:
                 kind=footprint.classes[first],
                 count=len(units),
                 saved_bytes=footprint.saved_bytes[first],
-                working_bytes=max(footprint.working_bytes[unit] for unit in units),
-                forward_s=sum(footprint.forward_s[unit] for unit in units) / len(units),
-                backward_s=sum(footprint.backward_s[unit] for unit in units) / len(units),
+                working_bytes=max((one.live_bytes for one in footprint.segments if one.unit in units), default=0),
+                forward_s=_seconds(footprint, units, backward=False) / len(units),
+                backward_s=_seconds(footprint, units, backward=True) / len(units),
                 placement=solution.placements[first],
                 reason=_reason(problem, solution, first),
                 units=tuple(units),
             )
         )
     return lines
+
+
+def _seconds(footprint: Footprint, units: Collection[str], backward: bool) -> float:
+    return sum(one.seconds for one in footprint.segments if one.backward == backward and one.unit in units)
 
 
 def _few_digits(nbytes: int) -> str:
@@ -107,7 +111,7 @@ def _reason(problem: Problem, solution: Solution, unit: str) -> str:
     if placement.recomputes:
         block = footprint.units[unit] or unit
         members = [one for one, where in footprint.units.items() if where == block]
-        again = sum(footprint.forward_s[one] for one in members)
+        again = _seconds(footprint, members, backward=False)
         text = f"{format_seconds(again)} again"
         if problem.channels:
             fastest = max(channel.store_bytes_per_s for channel in problem.channels.values())

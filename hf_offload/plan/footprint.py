@@ -364,24 +364,6 @@ class Footprint:
         return last
 
     @functools.cached_property
-    def forward_s(self) -> dict[str, float]:
-        """Seconds of forward per unit."""
-        return self._seconds(backward=False)
-
-    @functools.cached_property
-    def backward_s(self) -> dict[str, float]:
-        """Seconds of backward per unit."""
-        return self._seconds(backward=True)
-
-    @functools.cached_property
-    def working_bytes(self) -> dict[str, int]:
-        """Most bytes alive in addition to saved tensors while the unit computes."""
-        most = dict.fromkeys(self.units, 0)
-        for segment in self.segments:
-            most[segment.unit] = max(most[segment.unit], segment.live_bytes)
-        return most
-
-    @functools.cached_property
     def step_s(self) -> float:
         """Compute alone: nothing recomputed, nothing waited for."""
         return sum(segment.seconds for segment in self.segments) + self.optimizer_step_s
@@ -399,10 +381,3 @@ class Footprint:
     def optimizer_peak_bytes(self) -> int:
         """Memory during the optimizer's step, when all that was saved is gone."""
         return self.base_bytes + self.gradient_bytes + self.optimizer_step_bytes
-
-    def _seconds(self, backward: bool) -> dict[str, float]:
-        total = dict.fromkeys(self.units, 0.0)
-        for segment in self.segments:
-            if segment.backward == backward:
-                total[segment.unit] += segment.seconds
-        return total

@@ -81,7 +81,7 @@ class AutomaticPlan:
         safest = dataclasses.replace(safest, write_behind_bytes=behind, most_ahead_bytes=little)
         self._apply(safest)
         engine.transfer.mover.time_stalls()  # else plans would count transfers as compute
-        self._overhead = overhead = Overhead(engine, model_state, hardware.device)
+        self._overhead = overhead = Overhead(engine, model_state.storage, hardware.device)
         self._decisions = Decisions(
             model,
             self.budget_bytes,
@@ -137,7 +137,7 @@ class AutomaticPlan:
         Raises :class:`~hf_offload.errors.OffloadConfigError` while one runs in another thread, where the plan recomputes.
         """
         check_eager(model, compiled)
-        if self._decisions.is_unplanned:
+        if self._decisions.is_unplanned():
             return
         if self._forward.is_elsewhere:
             if not self._decisions.allow_threads():
@@ -163,7 +163,7 @@ class AutomaticPlan:
             else:
                 self._decisions.go_on(self._micro_batches[-1], shape)
             micro_batch = self._micro_batches[-1]
-            if self._decisions.is_unplanned:
+            if self._decisions.is_unplanned():
                 self._stop_measuring()
                 return
             # Several processes measure the same steps, whatever is on their stacks.
@@ -186,7 +186,7 @@ class AutomaticPlan:
         if compiled:
             return
         self.end_evaluation()
-        if self._forward.is_running or self._decisions.is_unplanned:
+        if self._forward.is_running or self._decisions.is_unplanned():
             return  # it is a part of that one, or nothing is measured
         if self._meter is not None:
             self._meter.begin_evaluation(tensors_in((args, dict(kwargs))))
@@ -236,7 +236,7 @@ class AutomaticPlan:
 
         Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small for the first plan of the run.
         """
-        if self._decisions.is_unplanned:
+        if self._decisions.is_unplanned():
             return
         times = self._clock.stop()
         meter = self._stop_measuring()
@@ -256,7 +256,7 @@ class AutomaticPlan:
             raise self._over_budget.refusal(error, max(peaks, default=0)) from None
         finally:
             self._overhead.begin_step()
-        if self._decisions.is_unplanned:
+        if self._decisions.is_unplanned():
             return
         # What the decisions have not said themselves.
         within = [one for one in measured if one[0].plan is None or not one[0].plan.exceeds]
@@ -302,7 +302,8 @@ class AutomaticPlan:
             return ()
         # Of a step that threads share, a backward may not have been seen.
         own = tuple(
-            (meter.taken_bytes(one), meter.has_backward(one) or meter.is_shared) for one in range(meter.micro_batches)
+            (meter.taken_bytes(one), meter.measured[one].has_backward or meter.is_shared)
+            for one in range(meter.micro_batches)
         )
         found = [tuple(zip(*each, strict=True)) for each in zip(*self._ranks.gather(own), strict=True)]
         peaks = [max(taken) for taken, _ in found]

@@ -50,7 +50,6 @@ class Decisions:
 
     Attributes:
         budget_bytes: The smallest that any process has.
-        is_unplanned: Whether no plans are made any more, and everything moves.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class Decisions:
             may_reduce=may_reduce,
             ranks=ranks,
         )
-        self.is_unplanned = self._walks = self._shares = False
+        self._is_unplanned = self._walks = self._shares = False
         self._present = safest
         self._pace = Pace()
         self._last: BatchShape | None = None
@@ -190,6 +189,10 @@ class Decisions:
 
     # -- steps that no plan is made for -------------------------------------------------------------------------------
 
+    def is_unplanned(self) -> bool:
+        """Whether no plans are made any more, and everything moves."""
+        return self._is_unplanned
+
     def allow_threads(self) -> bool:
         """A forward begins while another thread runs one, which ends planning; whether it can: not where blocks recompute."""
         if self._present.elementwise or any(one.recomputes for one in self._present.placements.values()):
@@ -200,7 +203,7 @@ class Decisions:
     def _ends_planning(self, micro_batches: Sequence[MicroBatch], meter: StepMeter) -> bool:
         """Whether a measured step is one that no plans are made for: then everything moves from now on."""
         metered = [one.metered for one in micro_batches if one.metered is not None]
-        walks = self._walks or self._engine.made_graph() or any(map(meter.walks_again, metered))
+        walks = self._walks or self._engine.made_graph() or any(meter.measured[one].walks_again for one in metered)
         all_walk, all_share = zip(*self._ranks.gather((walks, self._shares or meter.is_shared)), strict=True)
         if not metered or not (any(all_walk) or any(all_share)):
             return False
@@ -222,7 +225,7 @@ class Decisions:
                 f"{why}: such steps are not planned, and everything moves to drives, however much max_step_write_bytes of "
                 f"{format_bytes(limit)} allows. Drop that setting, or name tier='none' for a run that fits."
             )
-        self.is_unplanned = True
+        self._is_unplanned = True
         self._shapes.forget()
         self._log(
             logging.WARNING,

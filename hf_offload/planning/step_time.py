@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from hf_offload.engine.hooks import Engine
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.state_placement import ACTIVATIONS, GRADIENTS, STATE, WEIGHTS
-from hf_offload.planning.model_state import ModelState
+from hf_offload.storage.handling import WAITS
+from hf_offload.storage.service import RunStorage
 
 _KINDS = (ACTIVATIONS, WEIGHTS, STATE, GRADIENTS)
 # Steps whose median is this far from the prediction correct it. Another plan is looked for after some of them, and each time
@@ -26,9 +27,9 @@ class Overhead:
     accelerator's kernels run meanwhile, and wait for bytes alone.
     """
 
-    def __init__(self, engine: Engine, model_state: ModelState, device: str):
+    def __init__(self, engine: Engine, storage: RunStorage, device: str):
         self._engine = engine
-        self._model_state = model_state
+        self._storage = storage
         self._on_host = device == "cpu"
         self.begin_step()
         # Kind -> seconds and bytes, of usual steps and of those that were measured.
@@ -38,8 +39,8 @@ class Overhead:
     def seconds(self) -> float:
         """All of it so far."""
         if self._on_host:
-            return self._model_state.handled_s
-        return self._engine.waited_s() + self._model_state.waited_s
+            return self._storage.handling.total_s
+        return self._engine.waited_s() + self._storage.handling.seconds(WAITS)
 
     def begin_step(self) -> None:
         """A step begins: what a new plan has moved since the last one ended belongs to neither."""
@@ -83,7 +84,12 @@ class Overhead:
     def _handled(self) -> Mapping[str, tuple[float, int]]:
         if not self._on_host:
             return {}
-        return {ACTIVATIONS: self._engine.handled(), **self._model_state.handled()}
+        accounts, handling = self._storage.accounts, self._storage.handling
+        return {ACTIVATIONS: self._engine.handled()} | {
+            kind: (handling.seconds(kind), sum(one.written_bytes + one.read_bytes for one in accounts[kind].values()))
+            for kind in (WEIGHTS, STATE, GRADIENTS)
+            if kind in accounts
+        }
 
 
 def _added(found: tuple[float, int], now: tuple[float, int], before: tuple[float, int]) -> tuple[float, int]:

@@ -381,7 +381,7 @@ def test_where_a_graph_is_walked_again_over_the_budget_weights_and_state_move_to
 @pytest.mark.parametrize("backwards", [PENALTY, 3 * PLAIN + PENALTY + PLAIN])
 def test_where_everything_would_move_a_limit_of_what_a_step_writes_ends_the_run(backwards, tmp_path):
     config = dataclasses.replace(auto(tmp_path, "16MiB"), max_step_write_bytes=1 << 30)
-    with pytest.raises(OffloadPlanError, match="max_step_write_bytes of 1.00 GiB"):
+    with pytest.raises(OffloadPlanError, match="max_step_write_bytes of 1"):
         _steps_of(backwards, config)
 
 
