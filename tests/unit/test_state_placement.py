@@ -194,7 +194,7 @@ def test_state_that_all_stays_needs_no_room_for_what_is_on_its_way():
 
 def test_windows_of_state_are_wide_unless_nothing_fits_with_them():
     hardware = dataclasses.replace(machine(ram="1MB"), device="cpu")
-    sizes = [size * MB for size in range(500, 1000, 80)]
+    sizes = [size * MB for size in range(500, 1000, 40)]
     found = {size: choose(trained(), hardware, size, Allowed()) for size in sizes}
     widths = [one.state_placement.width for one in found.values() if one is not None]
     assert widths == sorted(widths)
