@@ -175,12 +175,6 @@ def _can_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allow
     return can_fit(first) or can_fit(min((first, *possible), key=lambda one: one.least_bytes))
 
 
-def may_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> bool:
-    """Whether anything could fit if less were saved."""
-    placement = state_placements(footprint, hardware, allowed)
-    return any(problem_of(footprint, hardware, budget_bytes, one, allowed).may_fit for one in placement)
-
-
 def frontier(footprint: Footprint, hardware: Hardware, allowed: Allowed, points: int) -> list[tuple[int, Choice]]:
     """Budgets from the smallest that does to the one that keeps everything in memory, and what is chosen for each."""
     everything = make_problem(footprint, hardware, sys.maxsize).kept.timeline.must_fit_bytes

@@ -2,13 +2,13 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.problem import Problem, Solution
 from hf_offload.plan.state_placement import ACTIVATIONS, GRADIENTS, STATE, WEIGHTS, StatePlacement, least_weights
-from hf_offload.settings.sizes import format_bytes, format_seconds
+from hf_offload.settings.sizes import format_seconds
 
 _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
@@ -59,15 +59,19 @@ def unit_lines(problem: Problem, solution: Solution) -> list[UnitLine]:
                 kind=footprint.classes[first],
                 count=len(units),
                 saved_bytes=footprint.saved_bytes[first],
-                working_bytes=max(footprint.working_bytes[unit] for unit in units),
-                forward_s=sum(footprint.forward_s[unit] for unit in units) / len(units),
-                backward_s=sum(footprint.backward_s[unit] for unit in units) / len(units),
+                working_bytes=max((one.live_bytes for one in footprint.segments if one.unit in units), default=0),
+                forward_s=_seconds(footprint, units, backward=False) / len(units),
+                backward_s=_seconds(footprint, units, backward=True) / len(units),
                 placement=solution.placements[first],
                 reason=_reason(problem, solution, first),
                 units=tuple(units),
             )
         )
     return lines
+
+
+def _seconds(footprint: Footprint, units: Collection[str], backward: bool) -> float:
+    return sum(one.seconds for one in footprint.segments if one.backward == backward and one.unit in units)
 
 
 def _few_digits(nbytes: int) -> str:
@@ -107,30 +111,20 @@ def _reason(problem: Problem, solution: Solution, unit: str) -> str:
     if placement.recomputes:
         block = footprint.units[unit] or unit
         members = [one for one, where in footprint.units.items() if where == block]
-        again = sum(footprint.forward_s[one] for one in members)
+        again = _seconds(footprint, members, backward=False)
         text = f"{format_seconds(again)} again"
         if problem.channels:
             fastest = max(channel.store_bytes_per_s for channel in problem.channels.values())
             text += f"; moving takes {format_seconds(sum(footprint.saved_bytes[one] for one in members) / fastest)}"
         return text
     if placement is Placement.ELEMENTWISE:
-        return _less(footprint, unit)
+        return "fits, with elementwise operations again in backward"
     assert placement.tier is not None
     channel = problem.channels[placement.tier]
     out, back = nbytes / channel.store_bytes_per_s, nbytes / channel.load_bytes_per_s
     between = format_seconds(_time_between(footprint, unit))
     moved = f"{format_seconds(out)} out, {format_seconds(back)} back, {between} between"
-    return f"{_less(footprint, unit)}; {moved}" if placement.elementwise else moved
-
-
-def _less(footprint: Footprint, unit: str) -> str:
-    """What a unit does not save, and what its block recomputes for that."""
-    block = footprint.units[unit]
-    before = footprint.usual or footprint
-    nbytes = before.saved_bytes[unit] - footprint.saved_bytes[unit]
-    members = [one for one, where in footprint.units.items() if where == block]
-    usual, now = (sum(step.forward_s[one] + step.backward_s[one] for one in members) for step in (before, footprint))
-    return f"{format_bytes(max(0, nbytes))} less saved, {format_seconds(max(0.0, now - usual))} more a block"
+    return f"elementwise operations again in backward; {moved}" if placement.elementwise else moved
 
 
 def _time_between(footprint: Footprint, unit: str) -> float:
@@ -194,13 +188,10 @@ def categories_of(
         _category(problem, STATE, counted.state_bytes, counted.state_bytes - state, placement.state, state),
     ]
     if solution is not None:
-        now_saved = problem.footprint.saved_bytes
-        saved = now_saved if problem.footprint.usual is None else problem.footprint.usual.saved_bytes
-        kept = sum(
-            now_saved[unit] for unit, one in solution.placements.items() if one.tier is None and not one.recomputes
-        )
+        saved = problem.footprint.saved_bytes
+        kept = sum(saved[unit] for unit, one in solution.placements.items() if one.tier is None and not one.recomputes)
         moved = dict(solution.timeline.tier_bytes)
-        found.append(Category(ACTIVATIONS, sum(saved.values()), kept, moved, moved, moved))
+        found.append(Category(ACTIVATIONS, sum(counted.saved_bytes.values()), kept, moved, moved, moved))
     return found
 
 

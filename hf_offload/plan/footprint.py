@@ -153,7 +153,7 @@ class Footprint:
         in_flight_bytes: How much of ``base_bytes`` is for what is on its way: at most moments less of it is used.
         idle: Segments, as half-open ranges, in which so many of these bytes cannot be used, however slow a tier is.
         elementwise: The same step with all blocks recomputing their elementwise operations; None where that cannot be chosen.
-        usual: Of such a step (:attr:`reduced`), the one without; None for others.
+        is_reduced: Whether all blocks recompute their elementwise operations in it.
         looks_at_gradients: Whether something does before the optimizer steps, so that those that had left memory are back.
         accumulates: Whether gradients are there when it begins, in memory or on a tier: those of earlier micro-batches.
     """
@@ -187,7 +187,7 @@ class Footprint:
     in_flight_bytes: int = 0
     idle: tuple[tuple[int, int, int], ...] = ()
     elementwise: "Footprint | None" = None
-    usual: "Footprint | None" = None
+    is_reduced: bool = False
     step_share: float = 0.0
     accumulates: bool = False
     looks_at_gradients: bool = False
@@ -215,24 +215,9 @@ class Footprint:
                 for span in self.elementwise.blocks
             ),
             elementwise=None,
-            usual=self.plain,
+            is_reduced=True,
         )
-        return found if found.reduced_blocks else None
-
-    @functools.cached_property
-    def reduced_blocks(self) -> frozenset[str]:
-        """Blocks that save less than in the usual step, since they recompute their elementwise operations."""
-        if self.usual is None:
-            return frozenset()
-        now, before = self._saved_by_block, self.usual._saved_by_block
-        return frozenset(span.name for span in self.blocks if now[span.name] < before[span.name])
-
-    @property
-    def _saved_by_block(self) -> collections.Counter[str | None]:
-        total: collections.Counter[str | None] = collections.Counter()
-        for unit, nbytes in self.saved_bytes.items():
-            total[self.units[unit]] += nbytes
-        return total
+        return found if sum(found.saved_bytes.values()) < sum(self.saved_bytes.values()) else None
 
     @functools.cached_property
     def recomputable(self) -> tuple[BlockSpan, ...]:
@@ -379,24 +364,6 @@ class Footprint:
         return last
 
     @functools.cached_property
-    def forward_s(self) -> dict[str, float]:
-        """Seconds of forward per unit."""
-        return self._seconds(backward=False)
-
-    @functools.cached_property
-    def backward_s(self) -> dict[str, float]:
-        """Seconds of backward per unit."""
-        return self._seconds(backward=True)
-
-    @functools.cached_property
-    def working_bytes(self) -> dict[str, int]:
-        """Most bytes alive in addition to saved tensors while the unit computes."""
-        most = dict.fromkeys(self.units, 0)
-        for segment in self.segments:
-            most[segment.unit] = max(most[segment.unit], segment.live_bytes)
-        return most
-
-    @functools.cached_property
     def step_s(self) -> float:
         """Compute alone: nothing recomputed, nothing waited for."""
         return sum(segment.seconds for segment in self.segments) + self.optimizer_step_s
@@ -408,17 +375,9 @@ class Footprint:
             self,
             segments=segments,
             optimizer_step_s=self.optimizer_step_s * pace,
-            elementwise=None if self.elementwise is None else self.elementwise.at_pace(pace),
         )
 
     @property
     def optimizer_peak_bytes(self) -> int:
         """Memory during the optimizer's step, when all that was saved is gone."""
         return self.base_bytes + self.gradient_bytes + self.optimizer_step_bytes
-
-    def _seconds(self, backward: bool) -> dict[str, float]:
-        total = dict.fromkeys(self.units, 0.0)
-        for segment in self.segments:
-            if segment.backward == backward:
-                total[segment.unit] += segment.seconds
-        return total

@@ -92,15 +92,14 @@ class Problem:
         return Solution(placements, windows, simulate(self.footprint, placements, self.channels, windows))
 
     def named(self, solution: Solution) -> Solution:
-        """``solution``, whose placements say which blocks recompute their elementwise operations."""
-        blocks, units = self.footprint.reduced_blocks, self.footprint.units
-        return dataclasses.replace(
-            solution,
-            placements={
-                unit: one.with_elementwise if units[unit] in blocks and not one.recomputes else one
-                for unit, one in solution.placements.items()
-            },
-        )
+        """``solution``, whose placements say whether blocks recompute their elementwise operations."""
+        if not self.footprint.is_reduced:
+            return solution
+        placements = {
+            unit: one if self.footprint.units[unit] is None or one.recomputes else one.with_elementwise
+            for unit, one in solution.placements.items()
+        }
+        return dataclasses.replace(solution, placements=placements)
 
     def is_within_memory(self, solution: Solution) -> bool:
         """Whether memory stays within its limit, even where a tier stops writing for a while."""
@@ -206,7 +205,7 @@ def plan_of(problem: Problem, solution: Solution, like: Plan, reason: str) -> Pl
     return dataclasses.replace(
         like,
         placements={unit: one for unit, one in solution.placements.items() if saved[unit] or one.recomputes},
-        elementwise=problem.footprint.usual is not None,
+        elementwise=problem.footprint.is_reduced,
         read_ahead_bytes=solution.windows.read_ahead_bytes,
         write_behind_bytes=solution.windows.write_behind_bytes,
         keeping=_keeping(problem, solution),

@@ -155,7 +155,7 @@ def read_ahead(ledger: Ledger, entry: Entry, where: Where, window: int, at_least
         return Ahead.PASS
     if where is Where.BETWEEN:
         return Ahead.STOP
-    own = ledger.leaving_bytes + ledger.ahead_bytes
+    own = ledger.own_bytes
     # What still leaves is in memory until it has left: keeping it adds nothing.
     if own + (0 if entry.leaving else entry.nbytes) > window and not (own == 0 and at_least_one):
         return Ahead.STOP

@@ -66,7 +66,6 @@ class Schedule:
         dropped_bytes: In each segment, live bytes of the footprint that recompute has dropped, and not brought back yet.
         held_bytes: In each segment, what the engine holds of saved bytes that stay in memory.
         largest_bytes: The largest saved bytes.
-        staying: The numbers of what stays in memory as long as autograd holds it.
         alone_bytes: In each segment, saved bytes that stay and nothing else holds, less what is idle there of ``base_bytes``.
     """
 
@@ -79,7 +78,6 @@ class Schedule:
     dropped_bytes: list[int]
     held_bytes: list[int]
     largest_bytes: int
-    staying: list[int]
     alone_bytes: list[int]
 
     def in_order(self) -> list[Item]:
@@ -112,7 +110,6 @@ def schedule_of(footprint: Footprint, placements: Mapping[str, Placement]) -> Sc
         dropped_bytes=dropped.tolist(),
         held_bytes=np.cumsum(packed - released).tolist(),
         largest_bytes=int(rows.saved.nbytes[(rows.number >= 0) | rows.moves].max(initial=0)),
-        staying=rows.number[(rows.number >= 0) & ~rows.moves].tolist(),
         alone_bytes=(resident - dropped - idle).tolist(),
     )
 

@@ -54,28 +54,21 @@ def _first_enough(
 ) -> tuple[int, Solution] | None:
     """The fewest of the first units with which a step is within memory if they are placed so, and that step; None if not even
     all of them are enough, or if it is slower than ``below_s``.
-
-    Where memory reaches its limit is guessed from two counts, as if it fell evenly between them; every third look halves what
-    is left.
     """
     best = problem.play(choices.uniform(placement), windows)
     if not problem.is_within_memory(best):
         return None
     grain = max(1, len(choices.units) // _PARTS)
     low, high = 0, -(-len(choices.units) // grain)
-    low_bytes, high_bytes, looks = problem.kept.timeline.must_fit_bytes, best.timeline.must_fit_bytes, 0
     while high - low > 1:
-        share = (low_bytes - problem.limit_bytes) / max(1, low_bytes - high_bytes)
-        guess = low + math.ceil((high - low) * (0.5 if looks % 3 == 2 else share))
-        middle = min(max(guess, low + 1), high - 1)
+        middle = (low + high) // 2
         tried = problem.play(choices.first(middle * grain, placement), windows)
         if problem.is_within_memory(tried):
-            high, high_bytes, best = middle, tried.timeline.must_fit_bytes, tried
+            high, best = middle, tried
         elif tried.timeline.step_s > below_s:
             return None  # more of them take longer
         else:
-            low, low_bytes = middle, tried.timeline.must_fit_bytes
-        looks += 1
+            low = middle
     return min(high * grain, len(choices.units)), best
 
 

@@ -28,7 +28,7 @@ def simulate(
 ) -> Timeline:
     """Play one step. ``placements`` names every unit of the footprint; ``channels`` every tier that it uses.
 
-    With ``details`` the timeline has its memory curve, its intervals, and what is held at every moment.
+    With ``details`` the timeline has its memory curve and its intervals.
     """
     return _Player(footprint, placements, channels, windows, details).play()
 
@@ -78,7 +78,6 @@ class _Player:
         self._loads = self._in_backward = False
         self._memory: list[MemoryUse] = []
         self._intervals: list[Interval] = []
-        self._seen: list[frozenset[int]] = []
         self._schedule = schedule = schedule_of(footprint, placements)
         self._consumed_limit = rules.consumed_bytes(windows.read_ahead_bytes, schedule.largest_bytes)
         self._consumed: list[Item] = []
@@ -137,7 +136,6 @@ class _Player:
             resident_bytes=self._most_held,
             memory=tuple(self._memory),
             intervals=tuple(self._intervals),
-            held=tuple(self._seen),
         )
 
     def _compute(self, begin: int, end: int) -> None:
@@ -167,18 +165,10 @@ class _Player:
                 segment, alone = self._footprint.segments[most], schedule.alone_bytes[most]
                 self._note(segment.unit, segment.live_bytes, alone, segment.gradient_bytes, measured)
             if self._details:
-                self._seen.append(self._held_in(begin))
                 until_s = begins_s[until] + self._late_s
                 self._intervals.append(Interval("compute", self._footprint.segments[begin].unit, self._now, until_s))
             begin = until
             self._now = begins_s[begin] + self._late_s
-
-    def _held_in(self, index: int) -> frozenset[int]:
-        """The numbers of what the engine holds in a segment."""
-        schedule, saved = self._schedule, self._footprint.saved
-        moving = (item.number for item in schedule.items if item.held and item.number >= 0)
-        staying = (number for number in schedule.staying if saved[number].packed <= index < saved[number].released)
-        return frozenset((*moving, *staying))
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -200,9 +190,7 @@ class _Player:
 
     def _handle(self, item: Item) -> None:
         """A host that computes itself is busy with what moves."""
-        busy_s = self._busy_s[item.tier]
-        if busy_s:
-            self._spend("wait", item.unit, busy_s * item.nbytes)
+        self._spend("wait", item.unit, self._busy_s[item.tier] * item.nbytes)
 
     def _go(self, item: Item) -> None:
         """Nothing but autograd holds ``item`` any more."""
@@ -267,18 +255,12 @@ class _Player:
 
     def _transfer(self, one: Transfer) -> None:
         """What a segment needs of weights and state arrives, or what has changed leaves."""
-        busy_s = self._channels[one.tier].busy_s.get(one.kind, 0.0)
-        if busy_s:
-            self._spend("wait", one.unit, busy_s * one.nbytes)
+        self._spend("wait", one.unit, self._channels[one.tier].busy_s.get(one.kind, 0.0) * one.nbytes)
         if one.loads:
-            until_s = self._transfers.arrives_s(one, self._now)
-            if until_s > self._now:
-                self._load_stall += self._wait_until(one.unit, until_s)
+            self._load_stall += self._wait_until(one.unit, self._transfers.arrives_s(one, self._now))
             self._transfers.read_on(one, self._now)
         else:
-            until_s = self._transfers.write(one, self._now)
-            if until_s > self._now:
-                self._store_stall += self._wait_until(one.unit, until_s)
+            self._store_stall += self._wait_until(one.unit, self._transfers.write(one, self._now))
 
     def _settle(self) -> None:
         """Let what has left by now leave memory."""

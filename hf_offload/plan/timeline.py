@@ -78,8 +78,7 @@ class Timeline:
     tier stopped writing at the worst moment of forward, until forward has to wait; while the step is measured; and with a
     block that did not run when the footprint was taken.
 
-    ``memory`` holds what is in memory at every moment; ``held`` which of the footprint's saved bytes, by number, the engine
-    holds then.
+    ``memory`` holds what is in memory at every moment.
     """
 
     step_s: float
@@ -94,7 +93,6 @@ class Timeline:
     resident_bytes: int
     memory: tuple[MemoryUse, ...]
     intervals: tuple[Interval, ...]
-    held: tuple[frozenset[int], ...]
 
     @property
     def stall_s(self) -> float:

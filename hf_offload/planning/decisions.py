@@ -2,10 +2,11 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
+from hf_offload.engine.hooks import Engine
 from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.plan import Plan
@@ -14,15 +15,17 @@ from hf_offload.planning.batch_shape import BatchShape
 from hf_offload.planning.measuring import StepMeter
 from hf_offload.planning.model_state import ModelState
 from hf_offload.planning.plan_maker import MicroBatch, PlanMaker
-from hf_offload.planning.shape_plan import ShapePlan, moving_all, not_behind, say, windows_to_measure
+from hf_offload.planning.shape_plan import ShapePlan, moving_all, not_behind, say, windows_to_move_all
 from hf_offload.planning.shapes import Shapes
-from hf_offload.planning.step_time import ObservedEngine, Overhead, Pace
-from hf_offload.planning.unplanned import Unplanned
+from hf_offload.planning.step_time import Overhead, Pace
 from hf_offload.ranks import Ranks
 from hf_offload.settings.sizes import format_bytes
 
 # A smaller batch than one that was measured is measured itself when it has come so often in a row.
 _LASTING = 3
+
+_WALKS = "Backward walks a graph more than once (retain_graph, create_graph)"
+_SHARES = "Several threads run forwards or backwards of one step"
 
 
 class Decisions:
@@ -41,7 +44,7 @@ class Decisions:
     that needs the least memory, with a warning.
 
     Plans are made for one forward at a time, whose graph is walked once. Where a step shows something else, everything moves
-    from then on, unless one thread trains and all that was measured can stay.
+    from then on.
 
     Several processes decide together, about the largest batch and the largest peak that any of them has, and have one plan.
 
@@ -57,7 +60,7 @@ class Decisions:
         *,
         safest: Plan,
         apply: Callable[[Plan], None],
-        engine: ObservedEngine,
+        engine: Engine,
         model_state: ModelState,
         overhead: Overhead,
         on_infeasible: Callable[[], bool],
@@ -83,7 +86,7 @@ class Decisions:
             may_reduce=may_reduce,
             ranks=ranks,
         )
-        self._unplanned = Unplanned(safest, ranks)
+        self._is_unplanned = self._walks = self._shares = False
         self._present = safest
         self._pace = Pace()
         self._last: BatchShape | None = None
@@ -98,16 +101,13 @@ class Decisions:
 
     def begin(self, shape: BatchShape, state_bytes: int) -> MicroBatch:
         """Decide under which plan a micro-batch runs, with so many bytes of optimizer state, and apply it."""
-        in_force = self._shapes.in_force
-        walks = self._engine.made_graph() and not (in_force is not None and in_force.fixed is not None)
-        seen = self._ranks.gather((walks, self._unplanned.shares, state_bytes))
+        seen = self._ranks.gather((self._engine.made_graph(), self._shares, state_bytes))
         all_walk, all_share, all_state_bytes = zip(*seen, strict=True)
-        if any(all_share):
-            self._unplanned.shares = True
-            self._stop_planning(None)
+        self._walks = self._walks or any(all_walk)
+        # Without a plan, a measured step says it when it ends, with its peak.
+        if any(all_share) or (self._walks and self._shapes.in_force is not None):
+            self._stop_planning(_SHARES if any(all_share) else _WALKS, "")
             return MicroBatch(shape, None)
-        if any(all_walk):
-            self._measure_walks()
         self._repeated = self._repeated + 1 if shape == self._last else 1
         self._last = shape
         plan = self._shapes.plan_for(shape)
@@ -119,7 +119,7 @@ class Decisions:
             self._measure(dataclasses.replace(moving_all(self._safest, reduced), elementwise=True))
             return MicroBatch(shape, None, is_measured=True, is_reduced=True)
         if plan is None or lasting or self._shapes.is_wanted(shape):
-            windows = self._make_room(shape) if plan is None else windows_to_measure(plan, self._safest)
+            windows = self._make_room(shape) if plan is None else windows_to_move_all(plan.problem, self._safest)
             if plan is None or windows is not None:
                 self._measure(self._safest if windows is None else moving_all(self._safest, windows))
                 return MicroBatch(shape, None, is_measured=True)
@@ -139,7 +139,9 @@ class Decisions:
             return self._maker.windows
         # What is nearest to it says how much there may be on its way, but for what waits to be written.
         nearest = max(plans.values(), key=lambda one: one.shape.elements)
-        return not_behind(windows_to_measure(nearest, self._safest) or nearest.problem.windows[-1], self._safest)
+        return not_behind(
+            windows_to_move_all(nearest.problem, self._safest) or nearest.problem.windows[-1], self._safest
+        )
 
     def go_on(self, micro_batch: MicroBatch, shape: BatchShape) -> None:
         """The micro-batch has another forward, which the plan it runs under may not be made for."""
@@ -189,41 +191,50 @@ class Decisions:
 
     def is_unplanned(self) -> bool:
         """Whether no plans are made any more, and everything moves."""
-        return self._unplanned.is_on
+        return self._is_unplanned
 
     def allow_threads(self) -> bool:
-        """A forward begins while another thread runs one; whether it can under the present plan."""
-        return self._unplanned.allow_threads(self._present)
+        """A forward begins while another thread runs one, which ends planning; whether it can: not where blocks recompute."""
+        if self._present.elementwise or any(one.recomputes for one in self._present.placements.values()):
+            return False
+        self._shares = True
+        return True
 
-    def _find_kept(self, found: Mapping[BatchShape, MicroBatch], meter: StepMeter) -> list[ShapePlan] | None:
-        """The plans that keep everything of a measured step that no other plan can be made for; empty if there are none, and
-        None if it can be planned.
+    def _ends_planning(self, micro_batches: Sequence[MicroBatch], meter: StepMeter) -> bool:
+        """Whether a measured step is one that no plans are made for: then everything moves from now on."""
+        metered = [one.metered for one in micro_batches if one.metered is not None]
+        walks = self._walks or self._engine.made_graph() or any(meter.measured[one].walks_again for one in metered)
+        all_walk, all_share = zip(*self._ranks.gather((walks, self._shares or meter.is_shared)), strict=True)
+        if not metered or not (any(all_walk) or any(all_share)):
+            return False
+        own = max(map(meter.peak_bytes, metered)), max(map(meter.taken_bytes, metered))
+        peak, taken = (max(each) for each in zip(*self._ranks.gather(own), strict=True))
+        if peak > self.budget_bytes and not any(all_share):
+            self._maker.on_infeasible()
+        self._stop_planning(_SHARES if any(all_share) else _WALKS, f": {format_bytes(taken)} in a measured step")
+        return True
+
+    def _stop_planning(self, why: str, measured: str) -> None:
+        """Plan nothing any more: everything moves.
+
+        Raises :class:`~hf_offload.errors.OffloadPlanError` where a step may write only so much to drives.
         """
-        metered = [one.metered for one in found.values() if one.metered is not None]
-        walks = self._engine.made_graph() or any(map(meter.walks_again, metered))
-        if not self._unplanned.see(walks, meter.is_shared):
-            return None
-        if any(one.is_reduced for one in found.values()) and not self._unplanned.shares:
-            self._measure_walks()  # with all that is saved without
-            return []
-        footprints = {shape: self._maker.footprint(meter, one) for shape, one in found.items()}
-        plans = self._unplanned.kept(footprints, self._maker.terms)
-        if not plans:
-            own = max(map(meter.peak_bytes, metered)), max(map(meter.taken_bytes, metered))
-            peak, taken = (max(each) for each in zip(*self._ranks.gather(own), strict=True))
-            if peak > self.budget_bytes and not self._unplanned.shares:
-                self._maker.on_infeasible()
-            self._stop_planning(taken)
-        return plans
-
-    def _measure_walks(self) -> None:
-        """A graph was walked again under a plan for steps that do not: a measured step says whether all of it can stay."""
-        self._unplanned.walks = True
+        limit = self._maker.terms.allowed.written_bytes
+        if limit is not None and self._safest.default.tier == "ssd":
+            raise OffloadPlanError(
+                f"{why}: such steps are not planned, and everything moves to drives, however much max_step_write_bytes of "
+                f"{format_bytes(limit)} allows. Drop that setting, or name tier='none' for a run that fits."
+            )
+        self._is_unplanned = True
         self._shapes.forget()
-
-    def _stop_planning(self, peak_bytes: int | None) -> None:
-        self._shapes.forget()
-        self._set_plan(self._unplanned.begin(self.budget_bytes, peak_bytes))
+        self._log(
+            logging.WARNING,
+            "%s: such steps are not planned. Everything moves from now on, whether it fits the budget of %s or not%s.",
+            why,
+            format_bytes(self.budget_bytes),
+            measured,
+        )
+        self._set_plan(dataclasses.replace(self._safest, reason=f"{why}: everything moves"))
 
     # -- a step has ended ---------------------------------------------------------------------------------------------
 
@@ -234,7 +245,9 @@ class Decisions:
 
         Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small for the first plan of the run.
         """
-        if meter is not None and self._plan_measured(micro_batches, meter):
+        if meter is not None and (
+            self._ends_planning(micro_batches, meter) or self._plan_measured(micro_batches, meter)
+        ):
             return
         plans = [one.plan for one in micro_batches if one.plan is not None]
         if not plans or len(plans) < len(micro_batches):
@@ -270,11 +283,7 @@ class Decisions:
         }
         if not found:
             return False
-        plans = self._find_kept(found, meter)
-        if plans is None:
-            plans = self._maker.make(found, meter)
-        elif plans:
-            self._maker.has_planned = True
+        plans = self._maker.make(found, meter)
         if not plans:
             return True
         for plan in plans:
@@ -288,15 +297,6 @@ class Decisions:
 
     def _check(self, micro_batches: Sequence[MicroBatch], meter: StepMeter) -> None:
         """Look at a step under its plans: was it within the budget, and was compute as fast as in the first step?"""
-        self._unplanned.shares = self._unplanned.shares or meter.is_shared
-        walks = (
-            meter.walks_again(one.metered)
-            for one in micro_batches
-            if one.metered is not None and (one.plan is None or one.plan.fixed is None)
-        )
-        if any(self._ranks.gather(any(walks))):
-            self._measure_walks()
-            return
         peaks: dict[BatchShape, int] = {}
         for one in micro_batches:
             if one.plan is not None and one.is_measured and one.metered is not None:
@@ -307,7 +307,7 @@ class Decisions:
                 continue
             peak = plan.prediction.measured_peak_bytes = max(self._ranks.gather(own_peak))
             self._shapes.checked(plan)
-            if plan.fixed is not None or plan.exceeds or self._correct(plan, peak):
+            if plan.exceeds or self._correct(plan, peak):
                 continue
             if peak > self.budget_bytes and self._maker.on_infeasible():
                 self._maker.measure_again(f"A step needed {format_bytes(peak)}.")
@@ -322,25 +322,25 @@ class Decisions:
 
     def _check_time(self, plans: Sequence[ShapePlan], main: ShapePlan, seconds: float, pace: float) -> None:
         """A step took ``seconds``, and its compute ``pace`` times as long as predicted: correct what is off."""
-        ratio = self._pace.add(main, seconds, pace)
-        if ratio is None and not self._pace.has_changed:
+        main.prediction.measured_step_s.append(seconds)
+        self._pace.add(seconds / main.prediction.step_s, pace)
+        taken = self._pace.take()
+        if taken is None:
             return
-        pace = self._pace.take()
-        simulated = [one for one in _each(plans) if one.fixed is None]
-        if ratio is None:
-            terms = self._maker.terms
-            for one in simulated:
-                one.pace = pace
-                one.follow_pace(terms)
-            main.prediction.step_s = _predicted_s(plans, main)
-            return
-        predicted = main.prediction.step_s / main.followed
-        self._log(logging.INFO, "Steps take %.2f s instead of the predicted %.2f s.", ratio * predicted, predicted)
-        for one in simulated:
-            one.pace, one.followed = pace, 1.0
+        ratio, pace, looks = taken
+        if looks:
+            predicted = main.prediction.step_s
+            self._log(logging.INFO, "Steps take %.2f s instead of the predicted %.2f s.", ratio * predicted, predicted)
+        for one in _each(plans):
+            one.pace = pace
+            if not looks:
+                one.follow_pace(self._maker.terms)
+                continue
             self._correct(one, one.prediction.measured_peak_bytes or 0)
             if self._shapes.latest is None:
                 return  # weights or state were moved
+        if not looks:
+            main.prediction.step_s = _predicted_s(plans, main)
 
     def _adopt(self, plan: ShapePlan) -> None:
         """Let the plan be that of its shape, from the next forward on."""

@@ -1,7 +1,6 @@
 """Measuring a footprint: one real training step, observed while the engine offloads."""
 
 import dataclasses
-import time
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
@@ -9,32 +8,18 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
-from torch.utils.hooks import RemovableHandle
 
 from hf_offload.checkpointing import in_recompute
-from hf_offload.plan.footprint import BlockSpan, Footprint, Saved, Segment
+from hf_offload.engine.record import Record
+from hf_offload.plan.footprint import Footprint, Segment
+from hf_offload.planning.compute_clock import ComputeClock
 from hf_offload.planning.optimizer_state import is_elsewhere, missing_state, state_of
 from hf_offload.planning.recorder import StepRecorder
-from hf_offload.planning.saved_times import ObservedRecord, SavedTimes, SmallSaved
+from hf_offload.planning.saved_times import MeasuredMicroBatch, SavedTimes, SmallSaved
 from hf_offload.state.gradients import has_gradient
 from hf_offload.state.registry import observers, parked_of
 from hf_offload.state.weights import weights_of
 from hf_offload.tensors import nbytes_of, parameter_count
-
-
-@dataclasses.dataclass(frozen=True)
-class _MicroBatch:
-    """What was found of one micro-batch."""
-
-    segments: tuple[Segment, ...]
-    saved: tuple[Saved, ...]
-    blocks: tuple[BlockSpan, ...]
-    peak_live_bytes: int
-    skipped_blocks: tuple[str, ...]
-    accumulates: bool
-    has_backward: bool
-    walks_again: bool
-    small_bytes: int
 
 
 class StepMeter(StepRecorder):
@@ -49,6 +34,7 @@ class StepMeter(StepRecorder):
 
     Attributes:
         is_shared: Whether another thread ran a part of it, of whose operations nothing is known.
+        measured: The micro-batches that have ended.
         evaluated_bytes: Once measuring has ended: most bytes of tensors alive at once in evaluation, None without any.
     """
 
@@ -62,7 +48,6 @@ class StepMeter(StepRecorder):
     ):
         super().__init__(model)
         self._resident_bytes = resident_bytes
-        self._waited_s = waited_s
         self._find_state_bytes = state_bytes
         self._find_elsewhere = elsewhere
         self._state_bytes = self._state_before = 0
@@ -70,15 +55,13 @@ class StepMeter(StepRecorder):
         self._saved_times = SavedTimes()
         self._small = SmallSaved()
         self._min_bytes = 0
-        self._clock = self._now()
-        self._optimizer_hooks: list[RemovableHandle] = []
+        self._clock = ComputeClock(self._device, waited_s, self._own)
         self._optimizing = self._back = False
         self._before_optimizing = (0, 0, 0)  # live bytes, those of the running segment, the peak
         self._optimizer_s = 0.0
         self._optimizer_bytes = 0
         self._missing_state_bytes: dict[int, int] = {}  # by optimizer's id
-        self._micro_batches: list[_MicroBatch] = []
-        self.running = False
+        self.measured: list[MeasuredMicroBatch] = []
         self._is_paused = False
         self._evaluated_live: int | None = None
         self.evaluated_bytes: int | None = None
@@ -91,31 +74,28 @@ class StepMeter(StepRecorder):
 
     def begin(self, resident: Iterable[torch.UntypedStorage] = ()) -> None:
         """Observe from now on. ``resident`` are the storages of saved tensors that the engine holds in memory already."""
-        self.running = True
         self._state_before = self._find_state_bytes()
         self.watch()
         observers.add(self)
         for storage in resident:  # of graphs that are still alive: they were broken off, or the user holds them
             self.see(storage)
-        self._optimizer_hooks = [
+        self._handles += [
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
         self.__enter__()
         self._on_stack = True
-        self._clock = self._now()
+        self._clock.elapsed()
 
     def end(self) -> None:
         """Stop observing. Idempotent."""
-        if not self.running:
+        if not self.is_recording:
             return
-        self.running = self.is_recording = False
+        self.is_recording = False
         gone = self._model_ref() is None
         self.leave()
         self.unwatch()
         observers.discard(self)
-        for handle in self._optimizer_hooks:
-            handle.remove()
         if not gone:
             if not self._optimizing:
                 self.end_segment()
@@ -203,18 +183,15 @@ class StepMeter(StepRecorder):
         has_backward = self._has_backward
         self._reached.clear()
         times = self._saved_times
-        segments = tuple(
-            dataclasses.replace(segment, live_bytes=segment.live_bytes + missing) if segment.backward else segment
-            for segment in times.counted_in(self.segments)
-        )
+        segments = tuple(times.counted_in(self.segments, missing))
         saved = tuple(times.saved(len(self.segments)))
         blocks = tuple(
             dataclasses.replace(span, small_bytes=self._small.alone_bytes.get(span.name, 0))
             for span in self.block_spans()
         )
         skipped = tuple(sorted(self._blocks - self._left.keys()))
-        self._micro_batches.append(
-            _MicroBatch(
+        self.measured.append(
+            MeasuredMicroBatch(
                 segments,
                 saved,
                 blocks,
@@ -230,7 +207,7 @@ class StepMeter(StepRecorder):
     @property
     def micro_batches(self) -> int:
         """How many have begun."""
-        return len(self._micro_batches) + (self.running and self._begun)
+        return len(self.measured) + (self.is_recording and self._begun)
 
     # -- the engine's events ------------------------------------------------------------------------------------------
 
@@ -240,7 +217,7 @@ class StepMeter(StepRecorder):
         self.is_shared = self.is_shared or not is_here
         return is_here
 
-    def packed(self, record: ObservedRecord) -> None:
+    def packed(self, record: Record) -> None:
         """A tensor was saved."""
         if not self._is_here():
             return
@@ -265,16 +242,9 @@ class StepMeter(StepRecorder):
             return
         super()._leave(name, module, args, output)
         if name in self._blocks and not in_recompute():
-            own = self._small.of_block(name)
-            alone = sum(self._seen[key].nbytes for key, count in own if self._is_alone(key, count))
-            self._small.alone_bytes[name] = alone
+            self._small.end_block(name, self._seen)
 
-    def _is_alone(self, key: int, count: int) -> bool:
-        """Whether a storage is held by nothing but autograd, which has saved it so often."""
-        storage = self._seen[key]()
-        return storage is not None and torch._C._storage_Use_Count(storage._cdata) == count + 1  # with this one
-
-    def asked(self, record: ObservedRecord) -> None:
+    def asked(self, record: Record) -> None:
         """Backward is about to use a saved tensor."""
         if not self._is_here():
             return
@@ -327,25 +297,10 @@ class StepMeter(StepRecorder):
         self._saved_times.died(key, len(self.segments))
 
     def elapsed(self) -> float:
-        """Seconds of compute since this was asked last. What moves bytes meanwhile takes none of them: copies have ended when
-        the clock starts, and only the compute stream is waited for when it stops.
-        """
-        if self._device.type == "cpu":
-            now = self._now()
-            seconds, self._clock = now - self._clock, now
-        else:
-            # Kernels run behind the host's back: what they take is known when they are done.
-            torch.accelerator.current_stream(self._device).synchronize()
-            seconds = self._now() - self._clock
-            torch.accelerator.synchronize(self._device)
-            self._clock = self._now()
-        return max(0.0, seconds)
+        return self._clock.elapsed()
 
     def elsewhere(self) -> int:
         return self._resident_bytes()
-
-    def _now(self) -> float:
-        return time.perf_counter() - self._waited_s() - self.bookkeeping_s
 
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
@@ -378,11 +333,12 @@ class StepMeter(StepRecorder):
             seconds = self.elapsed()
             if torch._C._current_graph_task_id() != -1:  # a weight is updated while others wait for their gradients
                 self.segments.append(Segment(self.unit, True, max(0, least + needed), self._gradients, seconds, 0))
+                self.peak_live_bytes = max(peak, live + needed)
             else:
                 self._optimizer_s += seconds
                 self._optimizer_bytes = max(self._optimizer_bytes, needed)
                 self._optimizer_live = max(self._optimizer_live, live + needed)
-            self.peak_live_bytes = max(peak, live + needed) if torch._C._current_graph_task_id() != -1 else peak
+                self.peak_live_bytes = peak
         self._optimizing = True
         self._missing_state_bytes[id(optimizer)] = missing_state(optimizer, elsewhere)
         for state in state_of(optimizer):
@@ -396,29 +352,21 @@ class StepMeter(StepRecorder):
         """Whether the optimizer has stepped, so that the next forward belongs to another step."""
         return self._optimizing
 
-    def has_backward(self, micro_batch: int) -> bool:
-        """Whether a backward followed: else it was a forward for its result alone."""
-        return self._micro_batches[micro_batch].has_backward
-
-    def walks_again(self, micro_batch: int) -> bool:
-        """Whether a good part of what was saved was needed by more than one backward."""
-        return self._micro_batches[micro_batch].walks_again
-
     def peak_bytes(self, micro_batch: int) -> int:
         """Most bytes of tensors alive at once in a micro-batch, weights and optimizer state included: all state that there
         is when the step ends, as in the next one.
         """
-        return self._base_bytes() + max(self._micro_batches[micro_batch].peak_live_bytes, self._stepping(micro_batch))
+        return self._base_bytes() + max(self.measured[micro_batch].peak_live_bytes, self._stepping(micro_batch))
 
     def taken_bytes(self, micro_batch: int) -> int:
         """The same with the state that there was: in a first step, it comes when backward has ended."""
         before = self._base_bytes() - max(0, self._state_bytes - self._state_before)
-        most = before + self._micro_batches[micro_batch].peak_live_bytes
+        most = before + self.measured[micro_batch].peak_live_bytes
         return max(most, self._base_bytes() + stepping) if (stepping := self._stepping(micro_batch)) else most
 
     def _stepping(self, micro_batch: int) -> int:
         """Live bytes of an optimizer's step, which follows the last micro-batch."""
-        return self._optimizer_live if micro_batch == len(self._micro_batches) - 1 else 0
+        return self._optimizer_live if micro_batch == len(self.measured) - 1 else 0
 
     # -- what was found -----------------------------------------------------------------------------------------------
 
@@ -430,7 +378,7 @@ class StepMeter(StepRecorder):
 
     def footprint(self, micro_batch: int) -> Footprint:
         """One micro-batch of the step that was observed."""
-        found = self._micro_batches[micro_batch]
+        found = self.measured[micro_batch]
         gradients = sum(
             nbytes_of(tensor)
             for tensor in self.model.parameters()
@@ -446,7 +394,7 @@ class StepMeter(StepRecorder):
             parameters=parameter_count(self.model),
             base_bytes=self._base_bytes() + missing,
             gradient_bytes=gradients,
-            optimizer_step_bytes=max(0, self._optimizer_bytes),
+            optimizer_step_bytes=self._optimizer_bytes,
             optimizer_step_s=self._optimizer_s,
             source="measured",
             head=self.head,

@@ -26,8 +26,8 @@ from hf_offload.state.optimizer import check_streamable, state_per_weight
 from hf_offload.state.registry import parked_of
 from hf_offload.state.setting import StreamedSetting
 from hf_offload.state.weights import Weights, park_weights, weights_of
-from hf_offload.storage.handling import WAITS
-from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE, WEIGHTS, RunStorage
+from hf_offload.storage.service import RunStorage
+from hf_offload.structure.units import find_units
 from hf_offload.tensors import nbytes_of
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ class ModelState:
     Attributes:
         residency: Which weights are in memory; None where all of them are.
         streamed: The setting of what is streamed; None where state and gradients are in memory.
+        storage: Of the run.
         left_for_a_step: Whether state that had stayed has left for a step that may need more memory than those before.
     """
 
@@ -57,7 +58,7 @@ class ModelState:
         self.streamed: StreamedSetting | None = None
         self.left_for_a_step = False
         self._config = config
-        self._storage = storage
+        self.storage = storage
         self._ranks = ranks
         self._model = weakref.ref(model)
         self._on_host = next((p.device.type == "cpu" for p in model.parameters()), True)
@@ -79,7 +80,6 @@ class ModelState:
         self._has_warned = False
         self._is_measured = True
         self._usual_bytes: int | None = None  # of weights, while fewer are in memory
-        self._units: tuple[str, ...] = ()
         self._staying: frozenset[str] = frozenset()
         self._width = 1  # of the windows of gradients and state
         self._has_returned = False  # all weights, which had left
@@ -215,7 +215,6 @@ class ModelState:
         state_bytes = int(self._state_per_weight * trained) if self.streams else footprint.state_bytes
         weights = unit_weights(model, footprint.units, state_bytes, self._config.smallest_bytes(self._on_host))
         at_once = step_bytes(self._prepared()) if self.streams else 0
-        self._units = tuple(footprint.units)
         return dataclasses.replace(footprint, weights=weights, step_share=at_once / max(1, trained))
 
     def place(self, model: nn.Module, placement: StatePlacement) -> bool:
@@ -241,7 +240,7 @@ class ModelState:
         """Let gradients and state of these units be in memory, and those of all others leave it."""
         streamed = self.streamed
         if self._may_stay and streamed is not None and streamed.is_used:
-            self._ranks.each(lambda: streamed.let_stay(trained_in(model, self._units, units)))
+            self._ranks.each(lambda: streamed.let_stay(trained_in(model, find_units(model), units)))
             self._staying = units
 
     def on_infeasible(self, model: nn.Module) -> bool:
@@ -281,27 +280,8 @@ class ModelState:
         self._has_returned = self._may_park and nbytes >= residency.total_bytes and not residency.is_home
         if self._has_returned:
             self.residency = park_weights(
-                model, with_checked(self._config, params="none"), self._storage, self._ranks.count
+                model, with_checked(self._config, params="none"), self.storage, self._ranks.count
             )
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that the training has waited for what is on a tier of it."""
-        return self._storage.handling.seconds(WAITS)
-
-    def handled(self) -> dict[str, tuple[float, int]]:
-        """Kind -> seconds that the training's threads were busy with moving it, without waits, and bytes on both ways."""
-        accounts, handling = self._storage.accounts, self._storage.handling
-        return {
-            kind: (handling.seconds(kind), sum(one.written_bytes + one.read_bytes for one in accounts[kind].values()))
-            for kind in (WEIGHTS, OPTIMIZER_STATE, GRADIENTS)
-            if kind in accounts
-        }
-
-    @property
-    def handled_s(self) -> float:
-        """Seconds that the training's threads were busy with moving bytes of any kind, with waits."""
-        return self._storage.handling.total_s
 
     @property
     def moves(self) -> bool:
@@ -348,7 +328,7 @@ class ModelState:
         setting, problem = None, "" if optimizers else nowhere
         try:
             setting = StreamedSetting(
-                model, with_checked(self._config, optimizer=place), self._storage, self._ranks.count, is_planned=True
+                model, with_checked(self._config, optimizer=place), self.storage, self._ranks.count, is_planned=True
             )
             setting.open()
             for optimizer in optimizers if self._ranks.connected else ():
@@ -413,7 +393,7 @@ class ModelState:
     def _park(self, model: nn.Module, place: str) -> None:
         try:
             self.residency = park_weights(
-                model, with_checked(self._config, params=place), self._storage, self._ranks.count
+                model, with_checked(self._config, params=place), self.storage, self._ranks.count
             )
         except OffloadConfigError as error:
             self._may_park = False

@@ -21,13 +21,12 @@ from hf_offload.planning.model_state import ModelState
 from hf_offload.planning.shape_plan import (
     ShapePlan,
     Terms,
-    may_fit_with_elementwise,
     planned,
     planned_over_budget,
     planned_with_more_state,
     repeats_elementwise,
     say,
-    windows_to_measure,
+    windows_to_move_all,
     windows_to_reduce,
 )
 from hf_offload.planning.shapes import Shapes
@@ -151,7 +150,7 @@ class PlanMaker:
         """What was measured of a micro-batch, of the process that saved the most."""
         assert micro_batch.metered is not None, "it was measured"
         found = self._ranks.largest(meter.footprint(micro_batch.metered), lambda one: sum(one.saved_bytes.values()))
-        return self._state.with_weights(self._model, found)
+        return self._state.with_weights(self._model, dataclasses.replace(found, is_reduced=micro_batch.is_reduced))
 
     def make(self, micro_batches: Mapping[BatchShape, MicroBatch], meter: StepMeter) -> list[ShapePlan]:
         """Plans for measured micro-batches. None where weights or state were moved, or the model changed: the next step is
@@ -162,13 +161,8 @@ class PlanMaker:
         needed = [
             one for one in micro_batches if not any(other != one and one.begins(other) for other in micro_batches)
         ]
-        steps: dict[BatchShape, Footprint] = {}
-        for shape in sorted(needed, key=lambda shape: shape.demand, reverse=True):
-            one = micro_batches[shape]
-            footprint = self.footprint(meter, one)
-            step = self._shapes.joined(shape, footprint) if one.is_reduced else footprint
-            if step is not None:
-                steps[shape] = step
+        in_order = sorted(needed, key=lambda shape: shape.demand, reverse=True)
+        steps = {shape: self.footprint(meter, micro_batches[shape]) for shape in in_order}
         plans: list[ShapePlan] = []
         refused: dict[BatchShape, OffloadPlanError] = {}
         for shape, footprint in steps.items():
@@ -226,19 +220,18 @@ class PlanMaker:
         try:
             return self._in_place(lambda: planned(shape, footprint, self.terms))
         except OffloadPlanError:
-            may_fit = may_fit_with_elementwise(footprint, self.terms)
-            if may_fit and self._measure_reduced(shape, footprint, within_room=False):
+            if not footprint.is_reduced and self._measure_reduced(shape, footprint, within_room=False):
                 return None, False
             raise
 
     def _measure_reduced(self, shape: BatchShape, usual: Footprint, *, within_room: bool) -> bool:
         """Measure the next step of ``shape`` with recompute of elementwise operations; whether that can be done."""
-        if not self._shapes.may_be_reduced(shape) or not self._may_reduce():
+        if not self._may_reduce():
             return False
         windows = windows_to_reduce(usual, self.terms, self._safest, within_room=within_room)
         if windows is None:
             return False
-        self._shapes.measured(shape, usual, windows)
+        self._shapes.measured(shape, windows)
         say(self._ranks, logging.INFO, "Measuring a step in which elementwise operations are recomputed.")
         return True
 
@@ -261,8 +254,8 @@ class PlanMaker:
         """
         while True:
             plan = find()
-            if plan is None or plan.fixed is not None:
-                return plan, False
+            if plan is None:
+                return None, False
             is_there = self._ranks.gather(plan.state_placement == self._state.state_placement)[0]
             if any(self._ranks.gather(self._state.place(self._model, plan.state_placement))):
                 break
@@ -272,7 +265,7 @@ class PlanMaker:
         self._changes += 1
         self.measure_again(f"The plan: {plan.reason}.")
         # Everything moves in the step that is measured, and it is to be within the budget, too.
-        self.windows = windows_to_measure(plan, self._safest) or plan.problem.windows[-1]
+        self.windows = windows_to_move_all(plan.problem, self._safest) or plan.problem.windows[-1]
         return None, True
 
     def measure_again(self, why: str) -> None:

@@ -258,11 +258,6 @@ class StepRecorder(TorchDispatchMode):
         """What runs in it is neither compute, nor what moving bytes takes."""
         return self._own.of("bookkeeping")
 
-    @property
-    def bookkeeping_s(self) -> float:
-        """Seconds of it so far."""
-        return self._own.total_s
-
     def _after(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self._clean_up()

@@ -3,24 +3,31 @@
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from hf_offload.plan.footprint import Saved, Segment
+from hf_offload.engine.record import Record
+from hf_offload.plan.footprint import BlockSpan, Saved, Segment
 
 # Share of the saved bytes up to which it may be that another backward needs them again, and is not looked at.
 _AGAIN = 0.02
 
 
-class ObservedRecord(Protocol):
-    """What the engine shows of a record. ``buffer`` is None when it holds no memory."""
+@dataclasses.dataclass(frozen=True)
+class MeasuredMicroBatch:
+    """What was found of one micro-batch."""
 
-    unit: str
-    nbytes: int
-    buffer: torch.Tensor | None
-    storage_ref: "weakref.ref[torch.UntypedStorage]"
+    segments: tuple[Segment, ...]
+    saved: tuple[Saved, ...]
+    blocks: tuple[BlockSpan, ...]
+    peak_live_bytes: int
+    skipped_blocks: tuple[str, ...]
+    accumulates: bool
+    has_backward: bool
+    walks_again: bool
+    small_bytes: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -52,7 +59,7 @@ class SavedTimes:
         self._asked: list[tuple[weakref.ref[Any], _Times]] = []  # and autograd has not let go of them
         self._by_storage: dict[int, list[_Times]] = {}
 
-    def packed(self, record: ObservedRecord, unit: str, now: int) -> None:
+    def packed(self, record: Record, unit: str, now: int) -> None:
         """A tensor was saved."""
         times = self._times[id(record)] = _Times(unit, record.nbytes, now)
         self._records[id(record)] = reference = weakref.ref(record)
@@ -61,7 +68,7 @@ class SavedTimes:
         if storage is not None:
             self._by_storage.setdefault(id(storage), []).append(times)
 
-    def asked(self, record: ObservedRecord, now: int, walk: int) -> str | None:
+    def asked(self, record: Record, now: int, walk: int) -> str | None:
         """Backward is about to use it, in autograd's ``walk``; returns its unit, None if it was not saved here."""
         times, known = self._times.get(id(record)), self._records.get(id(record))
         if times is None:
@@ -113,8 +120,10 @@ class SavedTimes:
                 times.unit, times.nbytes, times.packed, times.gone(end), needed, min(max(released, needed + 1), end)
             )
 
-    def counted_in(self, segments: Sequence[Segment]) -> Iterator[Segment]:
-        """``segments``, with bytes that were also held elsewhere, and had been counted as the engine's alone."""
+    def counted_in(self, segments: Sequence[Segment], in_backward: int) -> Iterator[Segment]:
+        """``segments``, with bytes that were also held elsewhere, and had been counted as the engine's alone, and those that
+        another step may have ``in_backward``.
+        """
         end = len(segments)
         more = [0] * (end + 1)
         for times in self._times.values():
@@ -122,7 +131,8 @@ class SavedTimes:
                 more[times.packed] += times.nbytes
                 more[times.dropped] -= times.nbytes
         for segment, nbytes in zip(segments, itertools.accumulate(more), strict=False):
-            yield dataclasses.replace(segment, live_bytes=segment.live_bytes + nbytes)
+            more_live = nbytes + (in_backward if segment.backward else 0)
+            yield dataclasses.replace(segment, live_bytes=segment.live_bytes + more_live)
 
 
 class SmallSaved:
@@ -148,9 +158,14 @@ class SmallSaved:
         first, count = self._saved.get(key, (block, 0))
         self._saved[key] = block if first == block else None, count + 1
 
-    def of_block(self, block: str) -> list[tuple[int, int]]:
-        """What that block alone saved, and how often."""
-        return [(key, count) for key, (only, count) in self._saved.items() if only == block]
+    def end_block(self, block: str, seen: Mapping[int, Any]) -> None:
+        """Its forward has ended: what it alone saved, and nothing but autograd holds, however often that has saved it."""
+        nbytes = 0
+        for key, (only, count) in self._saved.items():
+            storage = seen[key]() if only == block else None
+            if storage is not None and torch._C._storage_Use_Count(storage._cdata) == count + 1:  # with this one
+                nbytes += seen[key].nbytes
+        self.alone_bytes[block] = nbytes
 
     def died(self, key: int) -> None:
         """A storage is gone."""

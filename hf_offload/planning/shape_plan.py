@@ -2,18 +2,17 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterable
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan.choosing import everything_stays, least_memory, may_hold
+from hf_offload.plan.choosing import everything_stays, least_memory
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.plan import Placement, Plan
-from hf_offload.plan.problem import Problem, Solution, make_problem, plan_of, smallest_budget
+from hf_offload.plan.problem import Problem, Solution, plan_of
 from hf_offload.plan.refusal import find_choice
 from hf_offload.plan.simulate import likely_peak
 from hf_offload.plan.state_choices import Allowed, Choice, problem_of
-from hf_offload.plan.state_placement import IN_MEMORY, StatePlacement, moved_bytes
+from hf_offload.plan.state_placement import IN_MEMORY, StatePlacement
 from hf_offload.plan.timeline import Windows
 from hf_offload.planning.batch_shape import BatchShape
 from hf_offload.ranks import Ranks
@@ -24,8 +23,6 @@ logger = logging.getLogger(__name__)
 _MOST_CORRECTIONS = 3
 # What is no faster than this is not worth another plan, and another look at it.
 _GAIN = 1.05
-# Of what a measured step would take with everything kept: what is named as enough for it.
-_NAMED = 1.02
 
 
 def say(ranks: Ranks, level: int, message: str, *values: object) -> None:
@@ -78,8 +75,6 @@ class ShapePlan:
         corrections: How many plans of the same micro-batch came before it.
         steps: How many ran under it.
         pace: Time of compute as a ratio to what was measured at first.
-        followed: Predicted time as a ratio to what it was when another plan was looked for last.
-        fixed: The plan that keeps everything of a step that cannot be simulated; None where it was found by simulating.
         exceeds: Whether it does not fit the budget, which no plan does.
     """
 
@@ -93,8 +88,6 @@ class ShapePlan:
     corrections: int = 0
     steps: int = 0
     pace: float = 1.0
-    followed: float = 1.0
-    fixed: Plan | None = None
     exceeds: bool = False
 
     @classmethod
@@ -110,15 +103,9 @@ class ShapePlan:
         return shape.begins(self.shape)
 
     @property
-    def step(self) -> Footprint:
-        """The step with everything in memory, with recompute of elementwise operations if the plan has that."""
-        reduced = self.footprint.reduced if self.problem.footprint.usual is not None else None
-        return reduced or self.footprint.plain
-
-    @property
     def compute_s(self) -> float:
         """Predicted time of a micro-batch without the optimizer's, and without waiting."""
-        return self.step.step_s - self.step.optimizer_step_s + self.solution.timeline.recompute_s
+        return self.footprint.step_s - self.footprint.optimizer_step_s + self.solution.timeline.recompute_s
 
     @property
     def micro_batch_s(self) -> float:
@@ -138,8 +125,6 @@ class ShapePlan:
 
     def plan_like(self, safest: Plan) -> Plan:
         """The engine's plan; what this does not say is as in ``safest``."""
-        if self.fixed is not None:
-            return dataclasses.replace(self.fixed, reason=self.reason)
         return plan_of(self.problem, self.solution, safest, self.reason)
 
     # -- corrections --------------------------------------------------------------------------------------------------
@@ -179,19 +164,15 @@ class ShapePlan:
 
     def follow_pace(self, terms: Terms) -> None:
         """Correct the prediction by the pace of steps and the rates that were reached; the plan stays."""
-        before_s = self.solution.timeline.step_s
         self._stay(*self._present(terms))
-        self.followed *= self.solution.timeline.step_s / before_s
 
     def _present(self, terms: Terms) -> tuple[Footprint, Solution, int]:
         """The measured micro-batch at the present pace, and the plan at that pace and at present rates, with its peak."""
         footprint = self.footprint.at_pace(self.pace)
         self.pace = 1.0
-        step = footprint if self.problem.footprint.usual is None else footprint.reduced
-        assert step is not None, "the plan was made of it"
 
         def play() -> tuple[Solution, int]:
-            problem = problem_of(step, terms.hardware, terms.budget_bytes, self.state_placement, terms.allowed)
+            problem = problem_of(footprint, terms.hardware, terms.budget_bytes, self.state_placement, terms.allowed)
             solution = problem.play(self.solution.placements, self.solution.windows)
             return solution, _peak_of(problem, solution)
 
@@ -238,59 +219,12 @@ def planned_over_budget(shape: BatchShape, footprint: Footprint, terms: Terms) -
     return found
 
 
-def planned_if_kept(shape: BatchShape, footprint: Footprint, terms: Terms, plan: Plan) -> ShapePlan | None:
-    """The plan that keeps everything of a micro-batch whose graph backward walks more than once; None if that may not fit.
-
-    How long a tensor is needed then is not known. Everything that is saved fits next to all else, which is enough.
-    """
-    problem, kept = make_problem(footprint, terms.hardware, terms.budget_bytes), _most_if_kept(footprint)
-    if kept > problem.limit_bytes:
-        return None
-    timeline = dataclasses.replace(problem.kept.timeline, peak_bytes=kept, must_fit_bytes=kept)
-    choice = Choice(IN_MEMORY, problem, dataclasses.replace(problem.kept, timeline=timeline))
-    found = ShapePlan.made_of(shape, footprint, choice, kept)
-    found.fixed = dataclasses.replace(plan, default=Placement.KEEP, placements={})
-    return found
-
-
 def _peak_of(problem: Problem, solution: Solution) -> int:
     """What a step is predicted to need; what has to be there for it may be more."""
     return likely_peak(problem.footprint, solution.placements, problem.channels, solution.windows)
 
 
-def _most_if_kept(footprint: Footprint) -> int:
-    """A step takes no more, however often backward walks its graph: whatever the windows were that it was measured with."""
-    alive = max(one.live_bytes + one.measured_bytes for one in footprint.segments)
-    return max(footprint.base_bytes + alive + sum(footprint.saved_bytes.values()), footprint.optimizer_peak_bytes)
-
-
-def check_writes(footprints: Iterable[Footprint], terms: Terms, plan: Plan) -> None:
-    """Raise :class:`~hf_offload.errors.OffloadPlanError` if a micro-batch of which ``plan`` moves everything writes more to
-    drives than a step may.
-    """
-    limit = terms.allowed.written_bytes
-    for footprint in footprints:
-        activations = sum(footprint.saved_bytes.values()) if plan.default.tier == "ssd" else 0
-        written = activations + moved_bytes(footprint)[0].get("ssd", 0)
-        if limit is not None and written > limit:
-            # What is on its way when most is alive differs from step to step.
-            needed = smallest_budget(int(_NAMED * _most_if_kept(footprint)))
-            raise OffloadPlanError(
-                f"max_step_write_bytes of {format_bytes(limit)} is too small: steps like this one are not planned, and "
-                f"everything moves, {format_bytes(written)} for each micro-batch. Set max_step_write_bytes to no less, or "
-                f"memory_budget to {needed >> 20} MiB, with which nothing moves where one thread trains; or have one "
-                "backward for all losses of a graph.",
-                needed,
-            )
-
-
 # -- steps that are measured: all that can be moved is moved, within the budget if that is possible -----------------------
-
-
-def windows_to_measure(known: ShapePlan, safest: Plan) -> Windows | None:
-    """Those to measure a step with that has a plan. It breaks no budget: None where nothing keeps it from that."""
-    # A plan that was measured as it is has no others.
-    return None if known.fixed is not None else windows_to_move_all(known.problem, safest)
 
 
 def windows_to_move_all(
@@ -329,18 +263,10 @@ def repeats_elementwise(footprint: Footprint, terms: Terms) -> bool:
     """Whether a plan of this step has it by rule, and it was not measured so: something has to leave memory that is fast."""
     return terms.ranks.first(
         lambda: (
-            footprint.elementwise is None
+            not footprint.is_reduced
             and terms.hardware.repeats_elementwise
             and not everything_stays(footprint, terms.hardware, terms.budget_bytes, terms.allowed)
         )
-    )
-
-
-def may_fit_with_elementwise(footprint: Footprint, terms: Terms) -> bool:
-    """Whether anything could fit with it where nothing does without, and it was not measured so."""
-    is_alone = footprint.elementwise is None
-    return terms.ranks.first(
-        lambda: is_alone and may_hold(footprint, terms.hardware, terms.budget_bytes, terms.allowed)
     )
 
 

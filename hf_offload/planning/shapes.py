@@ -7,7 +7,6 @@ import enum
 from collections.abc import Iterable
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.problem import smallest_budget
 from hf_offload.plan.timeline import Windows
 from hf_offload.planning.batch_shape import BatchShape
@@ -36,13 +35,12 @@ _NEXT = {
 
 @dataclasses.dataclass
 class _Life:
-    """What is known of one shape, and its plan. ``usual`` is its step as it was measured first, and ``windows`` those of the
-    next one, where that is to recompute elementwise operations.
+    """What is known of one shape: its plan, and the ``windows`` of its next step where that is measured with recompute of
+    elementwise operations.
     """
 
     stage: Stage = Stage.UNKNOWN
     plan: ShapePlan | None = None
-    usual: Footprint | None = None
     windows: Windows | None = None
 
     def enter(self, stage: Stage) -> None:
@@ -62,12 +60,10 @@ class Shapes:
         self.in_force: ShapePlan | None = None
         self.latest: ShapePlan | None = None
         self._lives: dict[BatchShape, _Life] = {}
-        self._never_reduced: set[BatchShape] = set()
 
     def forget(self) -> None:
         """What is known is of a run that had something else in memory."""
         self._lives.clear()
-        self._never_reduced.clear()
         self.in_force = self.latest = None
 
     def stage(self, shape: BatchShape) -> Stage:
@@ -105,37 +101,19 @@ class Shapes:
     def drop_wanted(self, shape: BatchShape) -> None:
         """Of shapes that begin so, or as which it begins, none is to be measured any more."""
         for one, life in list(self._lives.items()):
-            if life.stage is Stage.UNKNOWN and (shape.begins(one) or one.begins(shape)):
+            if life.stage in (Stage.UNKNOWN, Stage.MEASURED) and (shape.begins(one) or one.begins(shape)):
                 del self._lives[one]
 
-    def measured(self, shape: BatchShape, usual: Footprint, windows: Windows) -> None:
+    def measured(self, shape: BatchShape, windows: Windows) -> None:
         """It was measured, and is measured once more: with recompute of elementwise operations, and these windows."""
         life = self._lives.setdefault(shape, _Life())
         life.enter(Stage.MEASURED)
-        life.usual, life.windows = usual, windows
-
-    def may_be_reduced(self, shape: BatchShape) -> bool:
-        """Whether it can be measured so: not if it went on as another one when that was tried."""
-        return shape not in self._never_reduced
+        life.windows = windows
 
     def reduced_windows(self, shape: BatchShape) -> Windows | None:
         """The windows with which a micro-batch that begins so is measured with that recompute; None if it is not."""
         due = (life for one, life in self._lives.items() if life.stage is Stage.MEASURED and shape.begins(one))
         return next((life.windows for life in due), None)
-
-    def joined(self, shape: BatchShape, reduced: Footprint) -> Footprint | None:
-        """The step of ``shape`` that was measured first, with the one that recomputes, ``reduced``. None if that began as one
-        that was to be measured, and went on as another one, of which nothing is known.
-        """
-        life = self._lives.get(shape)
-        if life is not None and life.usual is not None:
-            usual, life.usual = life.usual, None
-            return dataclasses.replace(usual, elementwise=reduced)
-        for one, begun in list(self._lives.items()):
-            if begun.stage is Stage.MEASURED and (shape.begins(one) or one.begins(shape)):
-                self._never_reduced.add(one)
-                del self._lives[one]
-        return None
 
     def planned(self, plan: ShapePlan) -> None:
         """Its plan was made of a measured step."""
@@ -149,7 +127,7 @@ class Shapes:
     def _adopt(self, plan: ShapePlan, stage: Stage) -> None:
         life = self._lives.setdefault(plan.shape, _Life())
         life.enter(stage)
-        life.plan, life.usual = plan, None
+        life.plan = plan
 
     def is_to_be_checked(self, plan: ShapePlan) -> bool:
         """Whether its next step is measured. The first one under a plan still learns which records need not leave."""

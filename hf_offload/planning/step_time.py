@@ -4,57 +4,20 @@ import collections
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
 
-import torch
-
+from hf_offload.engine.hooks import Engine
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.state_placement import ACTIVATIONS, GRADIENTS, STATE, WEIGHTS
-from hf_offload.planning.model_state import ModelState
-from hf_offload.planning.shape_plan import ShapePlan
+from hf_offload.storage.handling import WAITS
+from hf_offload.storage.service import RunStorage
 
 _KINDS = (ACTIVATIONS, WEIGHTS, STATE, GRADIENTS)
-# Steps whose median is this far from the prediction correct it. The prediction follows the latest of them; another plan is
-# looked for after some, and each time after twice as many: a machine that has other work, too, is now fast and now slow.
+# Steps whose median is this far from the prediction correct it. Another plan is looked for after some of them, and each time
+# after twice as many: a machine that has other work, too, is now fast and now slow.
 _OFF = 1.1
 _TIMED_STEPS = 3
 _LATEST_STEPS = 5
-
-
-class ObservedEngine(Protocol):
-    """What feedback needs of the engine."""
-
-    observer: Any
-
-    def resident_bytes(self) -> int:
-        """Bytes of saved tensors that it holds in memory now."""
-        ...
-
-    def resident_storages(self) -> Iterable[torch.UntypedStorage]:
-        """That memory."""
-        ...
-
-    def waited_s(self) -> float:
-        """Seconds it has kept the training waiting since the session began."""
-        ...
-
-    def bandwidth(self) -> Mapping[str, tuple[float, float]]:
-        """Bytes a second that each tier stored and loaded so far; zero where unknown."""
-        ...
-
-    def handled(self) -> tuple[float, int]:
-        """Seconds that the training's threads were busy with tensors that move, without waits, and bytes of these."""
-        ...
-
-    def made_graph(self) -> bool:
-        """Whether a backward has made a graph of itself since this was asked last."""
-        ...
-
-    @property
-    def awaits_backward(self) -> bool:
-        """Whether another forward now joins those whose backward has not begun."""
-        ...
 
 
 class Overhead:
@@ -64,9 +27,9 @@ class Overhead:
     accelerator's kernels run meanwhile, and wait for bytes alone.
     """
 
-    def __init__(self, engine: ObservedEngine, model_state: ModelState, device: str):
+    def __init__(self, engine: Engine, storage: RunStorage, device: str):
         self._engine = engine
-        self._model_state = model_state
+        self._storage = storage
         self._on_host = device == "cpu"
         self.begin_step()
         # Kind -> seconds and bytes, of usual steps and of those that were measured.
@@ -76,8 +39,8 @@ class Overhead:
     def seconds(self) -> float:
         """All of it so far."""
         if self._on_host:
-            return self._model_state.handled_s
-        return self._engine.waited_s() + self._model_state.waited_s
+            return self._storage.handling.total_s
+        return self._engine.waited_s() + self._storage.handling.seconds(WAITS)
 
     def begin_step(self) -> None:
         """A step begins: what a new plan has moved since the last one ended belongs to neither."""
@@ -121,7 +84,12 @@ class Overhead:
     def _handled(self) -> Mapping[str, tuple[float, int]]:
         if not self._on_host:
             return {}
-        return {ACTIVATIONS: self._engine.handled(), **self._model_state.handled()}
+        accounts, handling = self._storage.accounts, self._storage.handling
+        return {ACTIVATIONS: self._engine.handled()} | {
+            kind: (handling.seconds(kind), sum(one.written_bytes + one.read_bytes for one in accounts[kind].values()))
+            for kind in (WEIGHTS, STATE, GRADIENTS)
+            if kind in accounts
+        }
 
 
 def _added(found: tuple[float, int], now: tuple[float, int], before: tuple[float, int]) -> tuple[float, int]:
@@ -167,57 +135,38 @@ class StepClock:
 
 
 class Pace:
-    """What steps under the present plans took, as ratios to what was predicted."""
+    """What the latest steps under the present plans took, as ratios to what is predicted."""
 
     def __init__(self) -> None:
-        # Of all steps since then: to what was predicted when another plan was looked for last.
-        self._timed: list[float] = []
-        # Time, and that of compute, to what is predicted now.
         self._latest: collections.deque[tuple[float, float]] = collections.deque(maxlen=_LATEST_STEPS)
+        self._since = 0  # steps since another plan was looked for
         self._patience = _TIMED_STEPS
 
-    def add(self, main: ShapePlan, seconds: float, pace: float) -> float | None:
-        """A step with the prediction of ``main`` took ``seconds``, and its compute ``pace`` times as long as predicted.
-
-        Returns what steps take as a ratio to what was predicted, if it is time to look for another plan.
-        """
-        main.prediction.measured_step_s.append(seconds)
-        ratio = seconds / main.prediction.step_s
+    def add(self, ratio: float, pace: float) -> None:
+        """A step took ``ratio`` times as long as predicted, and its compute ``pace`` times."""
         self._latest.append((ratio, pace))
-        self._timed.append(ratio * main.followed)
-        if len(self._timed) < self._patience:
-            return None
-        ratio = statistics.median(self._timed)
-        self._timed.clear()
-        if _agree(ratio):
-            return None
-        self._patience *= 2
-        return ratio
+        self._since += 1
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether the latest steps, of which a few may have been slow by chance, take what no prediction says, and compute
-        is why.
+    def take(self) -> tuple[float, float, bool] | None:
+        """The ratio and the pace of the latest steps, of which a few may have been slow by chance, and whether to look for
+        another plan; None where they took what is predicted, or compute is not why, and it is too early for another look.
         """
-        return not (_agree(statistics.median(ratio for ratio, _ in self._latest)) or _agree(self._of_latest))
-
-    def take(self) -> float:
-        """The pace of the latest steps' compute, from which predictions are made anew."""
-        pace = self._of_latest
-        self._latest.clear()
-        return pace
-
-    @property
-    def _of_latest(self) -> float:
-        """The median; as predicted where there are too few of them."""
         if len(self._latest) < _TIMED_STEPS:
-            return 1.0
-        return statistics.median(pace for _, pace in self._latest)
+            return None
+        ratio, pace = map(statistics.median, zip(*self._latest, strict=True))
+        looks = self._since >= self._patience
+        if _agree(ratio) or (not looks and _agree(pace)):
+            return None
+        if looks:
+            self._patience *= 2
+            self._since = 0
+        self._latest.clear()
+        return ratio, pace, looks
 
     def forget(self) -> None:
         """There is another plan."""
-        self._timed.clear()
         self._latest.clear()
+        self._since = 0
 
 
 def _agree(ratio: float) -> bool:

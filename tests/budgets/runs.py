@@ -30,7 +30,6 @@ class Scenario:
     prepare: Callable[[nn.Module], nn.Module] = lambda model: model
     before_step: Callable[[nn.Module, int], None] = lambda model, step: None
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda weights: torch.optim.AdamW(weights, lr=1e-3)
-    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
     set_to_none: bool = True
     autocast: bool = False
 
@@ -57,11 +56,6 @@ def _thaw(model: nn.Module, step: int) -> None:
         model.requires_grad_(True)
 
 
-def _twice(loss: torch.Tensor) -> None:
-    (loss * 0.5).backward(retain_graph=True)
-    (loss * 0.5).backward()
-
-
 def _adafactor(weights: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(weights, lr=1e-3)
 
@@ -75,7 +69,6 @@ SCENARIOS = {
     "unfreezing": Scenario(prepare=_half_frozen, before_step=_thaw),
     "autocast": Scenario(autocast=True),
     "gradients_stay": Scenario(set_to_none=False),
-    "backward_twice": Scenario(backward=_twice),
     "sgd": Scenario(optimizer=lambda weights: torch.optim.SGD(weights, lr=1e-3, momentum=0.9)),
     "adafactor": Scenario(optimizer=_adafactor),
     "fused_adam": Scenario(optimizer=lambda weights: torch.optim.Adam(weights, lr=1e-3, fused=True)),
@@ -111,7 +104,7 @@ def train(name: str, scenario: Scenario, config: OffloadConfig, steps: int = STE
                 inputs = batch(name, rows, seed=step)
                 with torch.autocast("cpu", torch.bfloat16, enabled=scenario.autocast):
                     value = loss(model, inputs)
-                scenario.backward(value)
+                value.backward()
                 losses.append(value.item())
                 del value, inputs
             optimizer.step()

@@ -12,7 +12,7 @@ from hf_offload.methods.protocol import OptimizerBytes
 from hf_offload.plan import rules
 from hf_offload.plan.footprint import Footprint, Saved, Segment
 from hf_offload.plan.plan import Keeping, Placement, Plan
-from hf_offload.plan.simulate import simulate
+from hf_offload.plan.simulate import _Player, simulate
 from hf_offload.plan.timeline import Channel, Windows
 from tests.helpers.activation_heavy_models import batch, build
 from tests.helpers.handmade_footprints import footprint_of
@@ -108,8 +108,28 @@ def both(footprint, placements, channels, windows):
     with stage(plan, channels, on_host) as real:
         real.play(footprint)  # the engine learns the order
         held, end_s = real.play(footprint)
-    timeline = simulate(footprint, placements, channels, windows, details=True)
-    return held, list(timeline.held), end_s, timeline
+    simulated = Watched(footprint, placements, channels, windows, details=True)
+    timeline = simulated.play()
+    return held, simulated.held, end_s, timeline
+
+
+class Watched(_Player):
+    """Notes which saved bytes, by their numbers, the engine would hold in each segment."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.held = []
+
+    def _compute(self, begin, end):
+        moving = {item.number for item in self._schedule.items}
+        for index in range(begin, end):
+            super()._compute(index, index + 1)
+            staying = (
+                number
+                for number, one in enumerate(self._footprint.saved)
+                if number not in moving and one.packed <= index < one.released
+            )
+            self.held.append({*staying, *(item.number for item in self._schedule.items if item.held)})
 
 
 def check(footprint, placements, channels, windows):
@@ -119,9 +139,7 @@ def check(footprint, placements, channels, windows):
     assert end_s == pytest.approx(timeline.step_s - footprint.optimizer_step_s)
     assert timeline.resident_bytes >= max(sum(footprint.saved[number].nbytes for number in moment) for moment in held)
     # Without details, moments in which nothing happens are played at once.
-    assert simulate(footprint, placements, channels, windows) == dataclasses.replace(
-        timeline, memory=(), intervals=(), held=()
-    )
+    assert simulate(footprint, placements, channels, windows) == dataclasses.replace(timeline, memory=(), intervals=())
     return held
 
 

@@ -5,7 +5,6 @@ import contextlib
 import contextvars
 import copy
 import dataclasses
-import fnmatch
 import functools
 import logging
 import pickle
@@ -341,13 +340,10 @@ def _penalty_apart(model, hidden):
 
 
 PLAIN, PENALTY, PIECES, APART = [_plain], [_gradient_penalty], [_in_pieces], [_penalty_apart]
-WALKS = {  # backwards, a budget, and which of the steps move much: # for yes, . for no, ? for either
+WALKS = {  # backwards, a budget, and which of the steps move much: # for yes, . for no
     "a penalty": (4 * PENALTY, "4MiB", "####"),  # as WGAN-GP's (create_graph)
-    "a penalty that fits": (4 * PENALTY, "100MiB", "#..."),
     "in pieces": (4 * PIECES, "4MiB", "####"),  # as the losses of VQGAN (retain_graph)
-    "in pieces that fit": (4 * PIECES, "100MiB", "#..."),
     "a penalty apart": (4 * APART, "8MiB", "####"),
-    "a penalty apart that fits": (4 * APART, "100MiB", "???."),
     # One that begins late, or comes in some steps only (StyleGAN2's lazy regularization): nothing said that it would come.
     "a penalty once": (3 * PLAIN + PENALTY + 4 * PLAIN, "16MiB", "#...####"),
     "a penalty from then on": (3 * PLAIN + 5 * PENALTY, "16MiB", "#...####"),
@@ -357,22 +353,16 @@ WALKS = {  # backwards, a budget, and which of the steps move much: # for yes, .
 
 
 @pytest.mark.parametrize("walk", WALKS)
-def test_where_a_graph_is_walked_again_everything_moves_or_nothing(walk, tmp_path, caplog):
+def test_where_a_graph_is_walked_again_everything_moves_from_then_on(walk, tmp_path, caplog):
     backwards, budget, moves = WALKS[walk]
     expected, _, _ = _steps_of(backwards, OffloadConfig(tier="none"))
     found, moved, session = _steps_of(backwards, auto(tmp_path, budget))
     assert is_same(expected, found)
-    assert fnmatch.fnmatchcase("".join(".#"[nbytes > 1 << 20] for nbytes in moved), moves)
-    if moves.endswith("#"):
-        (said,) = _said(caplog)
-        assert "walks a graph more than once" in said
-        assert budget.replace("MiB", ".00 MiB") in said
-        assert session.forecast is None
-    else:
-        assert session.forecast.peak_bytes < 100 << 20
-        if backwards != 4 * APART:
-            assert session.most_measured_bytes <= session.forecast.peak_bytes
-            assert _said(caplog) == []
+    assert "".join(".#"[nbytes > 1 << 20] for nbytes in moved) == moves
+    (said,) = _said(caplog)
+    assert "walks a graph more than once" in said
+    assert budget.replace("MiB", ".00 MiB") in said
+    assert session.forecast is None
 
 
 def test_where_a_graph_is_walked_again_over_the_budget_weights_and_state_move_too(tmp_path):
@@ -388,13 +378,11 @@ def test_where_a_graph_is_walked_again_over_the_budget_weights_and_state_move_to
     assert [(one.state, one.weights) for one in held] == [("ssd", "ssd")] * 4
 
 
-def test_of_a_graph_that_is_walked_again_no_more_is_written_than_a_step_may_write(tmp_path):
-    config = dataclasses.replace(auto(tmp_path, "8MiB"), max_step_write_bytes=0)
-    with pytest.raises(OffloadPlanError, match="max_step_write_bytes of 0 B is too small") as refusal:
-        _steps_of([_gradient_penalty] * 3, config)
-    config = dataclasses.replace(auto(tmp_path, refusal.value.smallest_bytes), max_step_write_bytes=0)
-    _, moved, _ = _steps_of([_gradient_penalty] * 3, config)
-    assert [nbytes > 0 for nbytes in moved] == [True, False, False]
+@pytest.mark.parametrize("backwards", [PENALTY, 3 * PLAIN + PENALTY + PLAIN])
+def test_where_everything_would_move_a_limit_of_what_a_step_writes_ends_the_run(backwards, tmp_path):
+    config = dataclasses.replace(auto(tmp_path, "16MiB"), max_step_write_bytes=1 << 30)
+    with pytest.raises(OffloadPlanError, match="max_step_write_bytes of 1"):
+        _steps_of(backwards, config)
 
 
 def _grad_cache(model, hidden):

@@ -216,7 +216,7 @@ def test_neither_a_new_plan_nor_updates_of_state_that_stays_are_a_cost_of_what_m
         optimizer.zero_grad()
         session.end_step()
     assert set(counted) == {"a new plan", "an update"}
-    assert session._automatic._feedback._overhead._usual[OPTIMIZER_STATE][0] == 0.0
+    assert session._automatic._overhead._usual[OPTIMIZER_STATE][0] == 0.0
     session.detach()
 
 

@@ -135,9 +135,10 @@ def test_blocks_that_are_recomputed_as_a_whole_do_it_within_that(name, tmp_path)
     assert same(weights, expected[2])
     # Plans expect more of blocks that are recomputed.
     assert forecast.measured_peak_bytes <= min(1.03 * forecast.peak_bytes, config.memory_budget)
+    assert forecast.measured_peak_bytes >= 0.8 * forecast.peak_bytes  # T5's is 0.83
 
 
-def test_a_step_that_goes_on_as_another_one_is_measured_without_it_first(tmp_path):
+def test_a_step_that_goes_on_as_another_one_is_planned_as_it_was_measured(tmp_path):
     """The second step begins as the one that is to be measured with it, and has another forward."""
 
     def forwards(step):

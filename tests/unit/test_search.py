@@ -46,8 +46,9 @@ def best_of_all(problem):
     units = list(problem.footprint.units)
     best = None
     footprint = problem.footprint
+    forward_s = {one.unit: one.seconds for one in footprint.segments if not one.backward}
     for chosen in itertools.product(options, repeat=len(units)):
-        again = sum(footprint.forward_s[unit] for unit, one in zip(units, chosen, strict=True) if one.recomputes)
+        again = sum(forward_s[unit] for unit, one in zip(units, chosen, strict=True) if one.recomputes)
         if best is not None and footprint.step_s + again >= best:
             continue  # slower without any waiting
         solution = problem.play(dict(zip(units, chosen, strict=True)), problem.windows[0])
@@ -63,7 +64,7 @@ def test_greedy_search_is_nearly_as_good_as_brute_force(count):
         found, best = solve(problem), best_of_all(problem)
         assert problem.fits(found)
         ratios.append(found.timeline.step_s / best)
-    assert statistics.mean(ratios) < 1.05
+    assert statistics.mean(ratios) < 1.015  # 1.010 of these 15
 
 
 def test_nothing_moves_when_everything_fits():

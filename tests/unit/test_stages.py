@@ -28,10 +28,9 @@ def plan_for(shape):
 def test_a_shape_goes_through_all_stages_and_back_where_something_else_is_in_memory():
     shapes, shape = Shapes(), shape_of(4)
     seen = [shapes.stage(shape)]
-    shapes.measured(shape, STEP, WINDOWS)
+    shapes.measured(shape, WINDOWS)
     seen.append(shapes.stage(shape))
     assert shapes.reduced_windows(shape) is WINDOWS
-    assert shapes.joined(shape, STEP).elementwise is STEP
     plan = plan_for(shape)
     shapes.planned(plan)
     seen.append(shapes.stage(shape))
@@ -72,11 +71,10 @@ def test_a_shape_that_went_on_without_a_plan_is_measured_when_it_comes_again():
 
 def test_a_shape_that_went_on_as_another_one_is_not_measured_with_recompute_again():
     shapes, begins, longer = Shapes(), shape_of(4), shape_of(4, forwards=2)
-    shapes.measured(begins, STEP, WINDOWS)
-    assert shapes.joined(longer, STEP) is None
+    shapes.measured(begins, WINDOWS)
+    shapes.planned(plan_for(longer))
     assert shapes.reduced_windows(begins) is None
-    assert not shapes.may_be_reduced(begins)
-    assert shapes.may_be_reduced(longer)
+    assert shapes.plan_for(begins).shape == longer
 
 
 def test_a_smaller_batch_runs_under_the_plan_of_the_smallest_that_it_fits_into():

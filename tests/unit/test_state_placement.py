@@ -413,7 +413,7 @@ def budget_between(footprint, hardware, share):
 
 
 # To shrink an example takes minutes, and they are small.
-@settings(max_examples=20, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(
     footprint=steps_with_elementwise(),
     described=MACHINES,
@@ -428,7 +428,7 @@ def test_any_step_recomputes_elementwise_operations_where_anything_leaves(footpr
     assert found is not None
     assert limits_are_kept(found, footprint, hardware, budget)
     stays = everything_stays(footprint, hardware, budget, ROOMY)
-    assert (found.problem.footprint.usual is None) == stays
+    assert found.problem.footprint.is_reduced != stays
     assert stays == (not found.state_placement.moves and set(found.solution.placements.values()) == {Placement.KEEP})
     larger = choose(footprint, hardware, budget + everything_of(footprint) * more // 100, ROOMY)
     assert larger.step_s <= 1.01 * found.step_s

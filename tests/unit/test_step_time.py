@@ -1,36 +1,46 @@
 """What a byte that moves takes of a training's own time, worked out by hand."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.planning.step_time import Overhead
+from hf_offload.storage.handling import WAITS
 
 
-class Told:
-    """An engine, and a model's state, that say what they are told to."""
-
+class GivenEngine:
     def __init__(self):
         self.activations = (0.0, 0)
-        self.others = {}
-        self.handled_s = 0.0
+
+    def waited_s(self):
+        return 3.0
 
     def handled(self):
-        return self.others
+        return self.activations
 
     def bandwidth(self):
         return {"ssd": (2e9, 0.0)}
 
 
-class ToldEngine(Told):
-    waited_s = staticmethod(lambda: 3.0)
+class GivenStorage:
+    """``others``: kind -> seconds and bytes."""
 
-    def handled(self):
-        return self.activations
+    def __init__(self):
+        self.others = {}
+        self.handling = SimpleNamespace(total_s=0.0, seconds=lambda kind: self.others[kind][0])
+
+    @property
+    def accounts(self):
+        return {
+            kind: {"ssd": SimpleNamespace(written_bytes=nbytes, read_bytes=0)}
+            for kind, (_, nbytes) in self.others.items()
+        }
 
 
 @pytest.fixture
 def told():
-    return ToldEngine(), Told()
+    return GivenEngine(), GivenStorage()
 
 
 def test_bytes_of_each_kind_take_what_they_took_in_usual_steps(told):
@@ -76,7 +86,7 @@ def test_what_has_not_moved_is_taken_to_be_like_all_others_together(told):
 
 def test_an_accelerator_is_not_busy_with_what_moves_but_waits(told):
     engine, state = told
-    state.waited_s, state.handled_s = 4.0, 100.0
+    state.others, state.handling.total_s = {WAITS: (4.0, 0)}, 100.0
     overhead = Overhead(engine, state, "cuda")
     engine.activations = (3.0, 10)
     overhead.end_step(is_measured=False)
