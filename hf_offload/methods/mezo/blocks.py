@@ -8,7 +8,7 @@ Note: for which models
 Note: two threads, of which one runs
     A forward pass is Python code, which stops nowhere in the middle, but a thread can wait there. The second pass runs in a
     thread of its own; it uses each block right after the first pass has, one move further, and the weights are put back as
-    they were. Where blocks are used in another way, both passes are made again, one after the other.
+    they were. Where blocks are used in another way, both passes are repeated, one after the other.
 """
 
 import contextvars
