@@ -36,10 +36,10 @@ def rebuild(
     """
     model = _load(initial, log)
     weights = dict(model.named_parameters())
-    for name, dtype in zip(log.setup.names, log.setup.dtypes, strict=True):
-        if name in weights:  # a model can be trained in another dtype than its files have
-            weights[name].data = weights[name].data.to(getattr(torch, dtype.removeprefix("torch.")))
-    model.to(log.setup.device)
+    for one in log.setup.weights:
+        if one.name in weights:  # a model can be trained in another dtype than its files have
+            weights[one.name].data = weights[one.name].data.to(getattr(torch, one.dtype.removeprefix("torch.")))
+    model.to(log.setup.weights[0].device)
     replay(log, dict(model.named_parameters()), steps, on_step=on_step)
     saved: Any = model
     saved.save_pretrained(output)
@@ -63,7 +63,7 @@ def _load(initial: str | os.PathLike[str], log: MezoLog) -> nn.Module:
         return found
 
     model = adapted(_DEFAULT)
-    called = _adapter_called(log.setup.names, dict(model.named_parameters()))
+    called = _adapter_called([one.name for one in log.setup.weights], dict(model.named_parameters()))
     return model if called == _DEFAULT else adapted(called)
 
 

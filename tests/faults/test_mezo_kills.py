@@ -1,6 +1,5 @@
 """A MeZO whose weights are on a drive is killed at any moment, and resumes to the same bits; damaged logs are refused."""
 
-import dataclasses
 import multiprocessing
 import random
 import signal
@@ -9,8 +8,8 @@ import time
 import pytest
 import torch
 
-from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, attach
-from hf_offload.methods.mezo import MeZO, MezoLog, replay
+from hf_offload import OffloadConfig, attach
+from hf_offload.methods.mezo import MeZO
 from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
 
 STEPS = 12
@@ -63,20 +62,3 @@ def test_it_is_killed_at_random_moments_and_resumes_to_the_same_bits(tmp_path):
     assert optimizer.log == whole.log
     found, expected = weights(model), weights(expected)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-def test_a_log_that_is_torn_or_changed_is_refused(tmp_path):
-    model = tiny_model("llama")
-    optimizer = MeZO(model.parameters(), model, eps=1e-2, lr=1e-2)
-    for step in range(3):
-        optimizer.step(lambda step=step: model(**tiny_batch("llama", seed=step)).loss)
-    file, torn = tmp_path / "log", tmp_path / "torn"
-    optimizer.save_log(file)
-    content = file.read_bytes()
-    for length in (0, 7, 100, len(content) // 2, len(content) - 1):
-        torn.write_bytes(content[:length])
-        with pytest.raises(OffloadConfigError, match="torn is damaged, or no log of MeZO"):
-            MezoLog.load(torn)
-    rows = [row._replace(gradient=1.01 * row.gradient) for row in optimizer.log.rows]
-    with pytest.raises(OffloadError, match="are not what they were after the last step"):
-        replay(dataclasses.replace(MezoLog.load(file), rows=rows), weights(tiny_model("llama")))

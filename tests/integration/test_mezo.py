@@ -384,7 +384,7 @@ def test_a_command_rebuilds_checkpoints(tmp_path):
         ((log, log), "are not what they were before the first step"),
         ((log, tmp_path / "initial", "--steps", 99), "steps=99: the log has 4 steps"),
         ((tmp_path / "initial", tmp_path / "initial"), "cannot be read as a log of MeZO"),
-        ((tmp_path / "initial" / "model.safetensors", tmp_path / "initial"), "or no log of MeZO"),
+        ((tmp_path / "initial" / "model.safetensors", tmp_path / "initial"), "cannot be read as a log of MeZO"),
         ((log, tmp_path / "nowhere"), "cannot be loaded"),
     ):
         result = replayed(*arguments, "--output", tmp_path / "other")

@@ -203,7 +203,7 @@ def errors_are_those_of_all(rank, folder):
         optimizer.step(lambda: loss_of(model, 0, rank) * (float("nan") if rank else 1.0))
     assert same(weights(model), before)
     optimizer.param_groups[0]["lr"] = RATE * (1 + rank)
-    with pytest.raises(OffloadConfigError, match="another learning rate or decay"):
+    with pytest.raises(OffloadConfigError, match=r"rank 1 has lr=0\.02, and rank 0 has 0\.01"):
         optimizer.step(lambda: loss_of(model, 0, rank))
     assert same(weights(model), before)
     optimizer.param_groups[0]["lr"] = RATE
@@ -212,17 +212,17 @@ def errors_are_those_of_all(rank, folder):
     assert is_everywhere_the_same(model, optimizer)
     if rank == 1:
         optimizer.load_state_dict(MeZO(model.parameters(), model, **SETTINGS, restore="pristine").state_dict())
-    with pytest.raises(OffloadConfigError, match="rank 1 has another step than rank 0"):
+    with pytest.raises(OffloadConfigError, match="rank 1 has step=0, and rank 0 has"):
         optimizer.step(lambda: loss_of(model, 0, rank))
 
 
 def other_models_are_refused(rank, folder):
     model = tiny_model("gpt2" if rank else "llama")
-    with pytest.raises(OffloadConfigError, match="rank 1 has another names than rank 0"):
+    with pytest.raises(OffloadConfigError, match="rank 1 has weights="):
         MeZO(model.parameters(), model).step(lambda: torch.zeros(()))
     model = nn.Linear(2, 2)
     optimizer = MeZO(model.parameters(), model, eps=1e-3 * (1 + rank))
-    with pytest.raises(OffloadConfigError, match=r"rank 1 has another eps than rank 0 \(0\.002 and 0\.001\)"):
+    with pytest.raises(OffloadConfigError, match=r"rank 1 has eps=0\.002, and rank 0 has 0\.001"):
         optimizer.step(lambda: torch.zeros(()))
     wrapped = DistributedDataParallel(model)
     with pytest.raises(OffloadConfigError, match="DistributedDataParallel has memory for all gradients"):

@@ -2,9 +2,11 @@
 
 import dataclasses
 import gzip
+import itertools
 import json
 import math
 import os
+import textwrap
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +31,10 @@ from hf_offload.methods.mezo.directions import (
 
 LOG_FILE = "mezo_log.json.gz"
 """Its name in a checkpoint."""
+STAGES = 4
+"""Moves of a step: to ``+1``, to ``-1``, back, and the update."""
+UPDATE = 3
+"""The stage of the update."""
 
 _KEY = "mezo"
 
@@ -52,49 +58,60 @@ class Row(NamedTuple):
         """Whether an update was made."""
         return not math.isnan(self.gradient)
 
-    def update_of(self, group: int) -> Update:
-        """The update of a weight of this parameter group."""
-        return Update(self.gradient, self.rates[group], self.decays[group])
+
+class Trained(NamedTuple):
+    """A weight and its parameter group. ``cpu``, ``cuda`` ...: each device draws other numbers."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    group: int
+
+    @classmethod
+    def of(cls, name: str, weight: Tensor, group: int) -> Self:
+        """What the log says of ``weight``."""
+        return cls(name, tuple(weight.shape), str(weight.dtype), weight.device.type, group)
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What does not change between steps.
+    """What does not change between steps: the weights, in the order in which directions are drawn, and settings."""
 
-    Attributes:
-        names, shapes, dtypes: Of the weights, in the order in which directions are drawn.
-        groups: The parameter group of each.
-        eps, restore, seed: Settings of the optimizer.
-        device: ``cpu``, ``cuda`` ...: each draws other numbers.
-    """
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    groups: tuple[int, ...]
+    weights: tuple[Trained, ...]
     eps: float
     restore: str
     seed: int
-    device: str
+
+    def moves(self, row: Row, group: int, first: int = 0, last: int = STAGES) -> list[Move]:
+        """Those of a weight of this ``group`` in a step, from one stage to another."""
+        moves: list[Move] = [Shift(scale, self.eps) for scale in (PLUS, MINUS, BACK)]
+        if row.updates:
+            moves.append(Update(row.gradient, row.rates[group], row.decays[group]))
+        return moves[first:last]
 
     def check(self, saved: "Setup") -> None:
         """Raise :class:`~hf_offload.errors.OffloadConfigError` unless ``saved`` is the same."""
-        pairs = {one.name: (getattr(saved, one.name), getattr(self, one.name)) for one in dataclasses.fields(self)}
-        wrong = [
-            f"{name}={_short(theirs)}, and the optimizer has {_short(mine)}"
-            for name, (theirs, mine) in pairs.items()
-            if mine != theirs
-        ]
+        wrong = differences(vars(self), vars(saved), "the optimizer")
         if wrong:
             raise OffloadConfigError(
-                f"The state was saved with {'; '.join(wrong)}: resume with the same, or start without the state."
+                f"The state was saved with {wrong}: resume with the same, or start without the state."
             )
 
 
-def _short(value: Any) -> str:
-    if not isinstance(value, tuple):
-        return repr(value)
-    return f"{len(value)} values ({', '.join(map(str, value[:2]))} ...)"
+def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], me: str) -> str:
+    """What is different, with both values: of a table, its first line that is."""
+    return "; ".join(
+        f"{key}={_short(theirs.get(key), value)}, and {me} has {_short(value, theirs.get(key))}"
+        for key, value in mine.items()
+        if theirs.get(key) != value
+    )
+
+
+def _short(value: Any, other: Any) -> str:
+    if isinstance(value, tuple) and isinstance(other, tuple):
+        value = next(one for one, two in itertools.zip_longest(value, other) if one != two)
+    return textwrap.shorten(repr(value), 200)
 
 
 @dataclasses.dataclass
@@ -113,48 +130,31 @@ class MezoLog:
     initial: tuple[int, ...] = ()
     final: tuple[int, ...] = ()
 
-    # -- in a state dict, and in a file ---------------------------------------------------------------------------------
-
-    def to_bytes(self) -> bytes:
-        """As JSON, compressed."""
-        values = {
-            "setup": dataclasses.asdict(self.setup),
-            "rows": self.rows,
-            "initial": self.initial,
-            "final": self.final,
-        }
-        return gzip.compress(json.dumps(values).encode(), mtime=0)
-
-    @classmethod
-    def from_bytes(cls, content: bytes, what: str) -> Self:
-        """What :meth:`to_bytes` gave, which is called ``what``."""
-        try:
-            values = json.loads(gzip.decompress(content))
-            setup = Setup(**{name: _tuples(value) for name, value in values["setup"].items()})
-            rows = [Row(*map(_tuples, row)) for row in values["rows"]]
-            return cls(setup, rows, _tuples(values["initial"]), _tuples(values["final"]))
-        except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
-            raise OffloadConfigError(
-                f"{what} is damaged, or no log of MeZO ({error}): give a {LOG_FILE}, or a checkpoint that has one."
-            ) from error
-
     def state(self) -> dict[str, Any]:
-        """For a state dict of an optimizer, which loads with ``weights_only=True``."""
-        return {_KEY: torch.frombuffer(bytearray(self.to_bytes()), dtype=torch.uint8)}
+        """For a state dict of an optimizer, which loads with ``weights_only=True``, and for JSON."""
+        return {_KEY: _tuples(vars(self) | {"setup": vars(self.setup)})}
 
     @classmethod
-    def from_state(cls, state_dict: Mapping[str, Any]) -> Self:
-        """Of a state dict. Raises :class:`~hf_offload.errors.OffloadConfigError` if it is another optimizer's, or damaged."""
-        if _KEY not in state_dict:
+    def from_state(cls, state: Any, what: str = "The state") -> Self:
+        """What :meth:`state` gave, which is called ``what``.
+
+        Raises :class:`~hf_offload.errors.OffloadConfigError` if it is another optimizer's, or damaged.
+        """
+        try:
+            values = _tuples(state[_KEY])
+            weights = tuple(Trained(*one) for one in values["setup"]["weights"])
+            setup = Setup(**values["setup"] | {"weights": weights})
+            return cls(setup, [Row(*row) for row in values["rows"]], values["initial"], values["final"])
+        except (LookupError, TypeError) as error:
             raise OffloadConfigError(
-                "This state was not saved by MeZO: go on with the optimizer that saved it, or start without its state."
-            )
-        return cls.from_bytes(state_dict[_KEY].cpu().numpy().tobytes(), "This state of MeZO")
+                f"{what} was not saved by MeZO, or is damaged ({error!r}): go on with the optimizer that saved it, or start "
+                "without its state."
+            ) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file, whole or not at all."""
         part = Path(f"{os.fspath(path)}.part")
-        part.write_bytes(self.to_bytes())
+        part.write_bytes(gzip.compress(json.dumps(self.state()).encode(), mtime=0))
         part.replace(path)
 
     @classmethod
@@ -164,19 +164,19 @@ class MezoLog:
         """
         file = Path(path) / LOG_FILE if Path(path).is_dir() else Path(path)
         try:
-            content = file.read_bytes()
-        except OSError as error:
+            state = json.loads(gzip.decompress(file.read_bytes()))
+        except (OSError, EOFError, zlib.error, ValueError) as error:
             raise OffloadConfigError(
                 f"{file} cannot be read as a log of MeZO ({error}): give a {LOG_FILE}, or a checkpoint that has one."
             ) from error
-        return cls.from_bytes(content, str(file))
+        return cls.from_state(state, str(file))
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-# -- replay -------------------------------------------------------------------------------------------------------------
+    """Without lists and named tuples."""
+    if isinstance(value, dict):
+        return {key: _tuples(one) for key, one in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 @torch.no_grad()
@@ -200,54 +200,35 @@ def replay(
     count = len(log.rows) if steps is None else steps
     if not 0 <= count <= len(log.rows):
         raise OffloadConfigError(f"steps={count}: the log has {len(log.rows)} steps.")
-    chosen = _chosen(setup, weights)
-    wrong = _different(log.initial, chosen, log)
+    given = tuple(Trained.of(one.name, weights[one.name], one.group) for one in setup.weights if one.name in weights)
+    wrong = differences({"weights": setup.weights}, {"weights": given}, "the log")
     if wrong:
+        raise OffloadConfigError(f"{wrong}: give the weights as they were trained. Other devices draw other numbers.")
+    chosen = [weights[one.name] for one in setup.weights]
+    changed = _different(log.initial, chosen, setup)
+    if changed:
         raise OffloadConfigError(
-            f"{wrong} not what they were before the first step: give the weights training began with."
+            f"{changed} not what they were before the first step: give the weights training began with."
         )
+    first = UPDATE if setup.restore == "pristine" else 0  # otherwise rounding errors stay
     for number, row in enumerate(log.rows[:count], 1):
         with signals_deferred:
             generator = torch.Generator(chosen[0].device).manual_seed(row.seed)
-            for weight, group in zip(chosen, setup.groups, strict=True):
-                moves: list[Move] = []
-                if setup.restore == "reference":  # which leaves rounding errors behind
-                    moves += [Shift(scale, setup.eps) for scale in (PLUS, MINUS, BACK)]
-                if row.updates:
-                    moves.append(row.update_of(group))
+            for weight, one in zip(chosen, setup.weights, strict=True):
+                moves = setup.moves(row, one.group, first)
                 make_moves(weight, memory_for(weight, weight.device), generator, moves)
         on_step(number)
-    wrong = _different(log.final, chosen, log) if count == len(log.rows) else ""
-    if wrong:
+    changed = _different(log.final, chosen, setup) if count == len(log.rows) else ""
+    if changed:
         raise OffloadError(
-            f"{wrong} not what they were after the last step. Something other than MeZO has changed them in the training, "
+            f"{changed} not what they were after the last step. Something other than MeZO has changed them in the training, "
             "such as load_best_model_at_end, another checkpoint or a callback; or other numbers are drawn here: training "
-            f"was on {setup.device!r}, and other devices and versions of PyTorch draw others."
+            f"was on {setup.weights[0].device!r}, and other devices and versions of PyTorch draw others."
         )
 
 
-def _different(known: tuple[int, ...], weights: Sequence[Tensor], log: MezoLog) -> str:
+def _different(known: Sequence[int], weights: Sequence[Tensor], setup: Setup) -> str:
     """Which of ``weights`` have another checksum, if ``known`` are there."""
-    wrong = [
-        name
-        for name, one, weight in zip(log.setup.names, known, weights, strict=bool(known))
-        if one != checksum(weight)
-    ]
+    pairs = zip(setup.weights, known, weights, strict=bool(known))
+    wrong = [one.name for one, digest, weight in pairs if digest != checksum(weight)]
     return f"{len(wrong)} of {len(weights)} weights, such as {wrong[0]}, are" if wrong else ""
-
-
-def _chosen(setup: Setup, weights: Mapping[str, Tensor]) -> list[Tensor]:
-    """The weights that were trained, where those given have them."""
-    wrong = []
-    for name, *logged in zip(setup.names, setup.shapes, setup.dtypes, strict=True):
-        one = weights.get(name)
-        found = None if one is None else [tuple(one.shape), str(one.dtype), one.device.type]
-        expected = [*logged, setup.device]
-        if found != expected:
-            wrong.append(f"{name} is {found or 'not there'}, and in the log {expected}")
-    if wrong:
-        raise OffloadConfigError(
-            f"{len(wrong)} of {len(setup.names)} weights are not those of the log: {wrong[0]}. Give the weights as they were "
-            "trained. Other devices draw other numbers."
-        )
-    return [weights[name] for name in setup.names]

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.methods.mezo.blocks import Passes
-from hf_offload.methods.mezo.checks import HOW, check_model, check_options, check_ready, check_weights, losses_of
-from hf_offload.methods.mezo.directions import BACK, MINUS, PLUS, Shift, checksum
-from hf_offload.methods.mezo.log import MezoLog, Row, Setup
+from hf_offload.methods.mezo.checks import HOW, check_options, check_ready, check_weights, losses_of
+from hf_offload.methods.mezo.directions import checksum
+from hf_offload.methods.mezo.log import STAGES, UPDATE, MezoLog, Row, Setup, Trained
 from hf_offload.methods.mezo.processes import Losses, Processes
-from hf_offload.methods.mezo.trajectory import Copy, Step, Trajectory
+from hf_offload.methods.mezo.trajectory import Trajectory
 from hf_offload.methods.projected.projections import draw_seed
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 _SEED_BITS = (1 << 32) - 1
 """PyTorch's generator on the CPU uses no more of a seed."""
 
-_RATES = "learning rate or decay"
 _NARROW = (torch.float16, torch.bfloat16)
 
 
@@ -78,32 +77,21 @@ class MeZO(Optimizer):
         lr: float = 1e-6,
         weight_decay: float = 0.0,
     ):
-        check_model(model)
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         check_options(eps, restore, self.param_groups)
         group_of = {one: number for number, group in enumerate(self.param_groups) for one in group["params"]}
         mine = [(name, one) for name, one in model.named_parameters() if one in group_of]
         self._weights = {name: one for name, one in mine if one.requires_grad}
-        check_weights(self._weights, len(group_of) - len(mine))
+        check_weights(self._weights, model, len(group_of) - len(mine))
         self._model = weakref.ref(model)
-        first = next(iter(self._weights.values()))
-        setup = Setup(
-            names=tuple(self._weights),
-            shapes=tuple(tuple(one.shape) for one in self._weights.values()),
-            dtypes=tuple(str(one.dtype) for one in self._weights.values()),
-            groups=tuple(group_of[one] for one in self._weights.values()),
-            eps=float(eps),
-            restore=restore,
-            seed=seed,
-            device=first.device.type,
-        )
+        trained = tuple(Trained.of(name, one, group_of[one]) for name, one in self._weights.items())
+        self.log = MezoLog(Setup(trained, float(eps), restore, seed))
         self.projected_gradient: float | None = None
         self._evaluated = False
         self._loaded: tuple[int, ...] = ()  # checksums of the weights that a state was saved with
-        self._trajectory = Trajectory(self._weights)
-        self._passes = Passes()
+        self._trajectory = Trajectory(self._weights, self.log)
+        self._passes = Passes(self._trajectory)
         self._processes = Processes()
-        self.log = MezoLog(setup)
 
     @torch.no_grad()
     def evaluate(self, closure: Callable[[], Any], *, sums: bool = False) -> Tensor:
@@ -116,8 +104,8 @@ class MeZO(Optimizer):
         batch without labels, and where another process has raised an error.
         """
         self._evaluated = False
-        same = {"step": len(self.log.rows), _RATES: self._row(0, 0.0)[2:]}
-        self._processes.begin(self._model_alive(), self.log.setup, same, self._check)
+        now = {"step": len(self.log.rows), **self._rates()}
+        self._processes.begin(self._model_alive(), vars(self.log.setup), now, self._check)
         if not self.log.rows:
             self.log.initial = self._sums()
         self._loaded = ()
@@ -143,32 +131,23 @@ class MeZO(Optimizer):
 
     def _losses(self, closure: Callable[[], Any]) -> Losses:
         """What ``closure`` returns with weights moved either way. They go back."""
-        setup, trajectory, model = self.log.setup, self._trajectory, self._model_alive()
-        plus, minus, back = (Shift(scale, setup.eps) for scale in (PLUS, MINUS, BACK))
-        is_pristine = setup.restore == "pristine"
-        moves: list[Step] = [Copy.KEEP, plus, minus, Copy.RETURN] if is_pristine else [plus, minus, back]
-        before = len(self.log.rows)
-        seed = draw_seed(setup.seed, 0, before) & _SEED_BITS
-
-        def computed() -> Tensor:
-            with trajectory.computing():
-                return losses_of(closure())
-
+        trajectory, rows, model = self._trajectory, self.log.rows, self._model_alive()
+        before = len(rows)
         modes = [(module, module.training) for module in model.modules()]
         try:
             model.eval()
             with signals_deferred:
-                trajectory.begin_step(seed, moves)
+                trajectory.begin_step()
                 # Until step() says otherwise, weights go there and back, and no update is made.
-                self.log.rows.append(self._row(seed, math.nan))
-                trajectory.advance(2 if is_pristine else 1)
-            return self._passes.losses(trajectory, model, computed)
+                rows.append(self._row(draw_seed(self.log.setup.seed, 0, before) & _SEED_BITS, math.nan))
+                trajectory.advance(STAGES * before + 1)
+            return self._passes.losses(model, lambda: losses_of(closure()))
         finally:
             with signals_deferred:
                 for module, training in modes:
                     module.training = training
-                if len(self.log.rows) > before:
-                    trajectory.advance()
+                if len(rows) > before:
+                    trajectory.advance(STAGES * before + UPDATE)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Tensor | None:  # type: ignore[override]
@@ -180,17 +159,18 @@ class MeZO(Optimizer):
         if not self._evaluated or self.projected_gradient is None:
             raise OffloadError(f"MeZO's step() has no losses to work with: {HOW}.")
         row = self._row(self.log.rows[-1].seed, self.projected_gradient)
-        self._processes.check_same({_RATES: row[2:]})
-        groups = self.log.setup.groups
+        self._processes.check_same(self._rates())
         with signals_deferred:
             self._evaluated = False
             self.log.rows[-1] = row
-            self._trajectory.update(lambda number: row.update_of(groups[number]))
+            self._trajectory.advance(STAGES * len(self.log.rows))
         return loss
 
     def _row(self, seed: int, gradient: float) -> Row:
-        rates, decays = (tuple(float(group[key]) for group in self.param_groups) for key in ("lr", "weight_decay"))
-        return Row(seed, gradient, rates, decays)
+        return Row(seed, gradient, *self._rates().values())
+
+    def _rates(self) -> dict[str, tuple[float, ...]]:
+        return {key: tuple(float(group[key]) for group in self.param_groups) for key in ("lr", "weight_decay")}
 
     def _gradient(self, first: Tensor, second: Tensor) -> float:
         found = float(((first - second) / (2 * self.log.setup.eps)).item())
@@ -240,9 +220,11 @@ class MeZO(Optimizer):
         not those it was saved with are an error of the next step.
         """
         self.log.setup.check(log.setup)
+        self._trajectory.settle()
         # Accelerate's prepare() saves and loads at once.
         self._loaded = () if log.rows == self.log.rows else log.final
-        self.log = dataclasses.replace(log, rows=[*log.rows], final=())
+        self.log.rows[:], self.log.initial = log.rows, log.initial
+        self._trajectory.restart()
         self._evaluated = False
 
     def _log_with_sums(self) -> MezoLog:

@@ -4,28 +4,26 @@ Note: what ranks tell each other
     All have the same weights and draw the same directions, so that the losses of all parts are all that a rank has to know:
     a few bytes a step, and no gradients. What is different before the first step comes from rank 0, as with
     ``DistributedDataParallel``. Nothing is sent within a forward pass, so that an error in one rank's closure reaches the
-    others, whose weights go back, too. The model is not wrapped: ``DistributedDataParallel`` has memory for all gradients.
+    others, whose weights go back, too.
 
 Note: whose bits
     Losses are added up micro-batch by micro-batch, and each in the order of ranks: as in one process that has the same
     micro-batches in this order.
 """
 
-import dataclasses
 import itertools
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.methods.mezo.directions import checksum
-from hf_offload.methods.mezo.log import Setup
+from hf_offload.methods.mezo.log import Trained, differences
 from hf_offload.ranks import Ranks
+from hf_offload.state.storages import moves
 
 Losses = tuple[Tensor, Tensor]
 """Those of ``w + eps z`` and of ``w - eps z``, of each micro-batch ``[micro-batches]``."""
@@ -44,7 +42,9 @@ class Processes:
             self._ranks.close()
             self._ranks, self._has_met = None, False
 
-    def begin(self, model: nn.Module, setup: Setup, now: dict[str, Any], check: Callable[[], None]) -> None:
+    def begin(
+        self, model: nn.Module, setup: Mapping[str, Any], now: Mapping[str, Any], check: Callable[[], None]
+    ) -> None:
         """Before weights move: ``check`` all ranks, let what they are ``now`` be the same, and weights when the first step
         begins.
 
@@ -55,23 +55,21 @@ class Processes:
         self._everyone(check)
         if not self._ranks.connected:
             return
-        self.check_same(now | ({} if self._has_met else dataclasses.asdict(setup) | _facts_of(model)))
+        self.check_same({**now, **({} if self._has_met else {**setup, **_facts_of(model)})})
         if not self._has_met:
             self._take_first_weights(model, self._ranks)
             self._has_met = True
 
-    def check_same(self, mine: dict[str, Any]) -> None:
+    def check_same(self, mine: Mapping[str, Any]) -> None:
         """Raise :class:`~hf_offload.errors.OffloadConfigError` in all ranks where not all have the same."""
         first, *others = self._everyone(lambda: mine)
         for rank, other in enumerate(others, 1):
-            for key in first | other:
-                found, expected = other.get(key), first.get(key)
-                if found != expected:
-                    raise OffloadConfigError(
-                        f"MeZO makes the same update in all processes, and rank {rank} has another {key} than rank 0 "
-                        f"({_excerpt(found)} and {_excerpt(expected)}): give all ranks the same model, settings and "
-                        "schedule, on the same kind of device, and let all of them make each step."
-                    )
+            wrong = differences(first, other, "rank 0")
+            if wrong:
+                raise OffloadConfigError(
+                    f"MeZO makes the same update in all processes, and rank {rank} has {wrong}: give all ranks the same "
+                    "model, settings and schedule, on the same kind of device, and let all of them make each step."
+                )
 
     def losses(self, compute: Callable[[], Losses], sums: bool) -> Losses:
         """The losses ``[]`` of the whole batch, of what ``compute`` returns in each rank: the mean of all micro-batches, or
@@ -88,7 +86,7 @@ class Processes:
         try:
             value = call()
         except BaseException as own:
-            self._ranks.gather((f"{type(own).__name__}: {_excerpt(own)}", None))
+            self._ranks.gather((textwrap.shorten(f"{type(own).__name__}: {own}", 200), None))
             raise
         found = self._ranks.gather((None, value))
         for rank, (error, _) in enumerate(found):
@@ -102,7 +100,7 @@ class Processes:
     @torch.no_grad()
     def _take_first_weights(self, model: nn.Module, ranks: Ranks) -> None:
         """Parameters and buffers that differ become those of rank 0."""
-        named = dict(_tensors_of(model))
+        named = _tensors_of(model)
         everyone = self._everyone(lambda: {name: checksum(one) for name, one in named.items()})
         for name, one in named.items():
             if any(other[name] != everyone[0][name] for other in everyone):
@@ -112,19 +110,16 @@ class Processes:
                     one.copy_(value)
 
 
-def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, one in itertools.chain(model.named_parameters(), model.named_buffers()):
-        wraps: Any = is_traceable_wrapper_subclass(one)
-        if not (wraps or one.is_meta or one.is_sparse or isinstance(one, DTensor)):
-            yield name, one
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: one for name, one in itertools.chain(model.named_parameters(), model.named_buffers()) if moves(one)}
 
 
 def _facts_of(model: nn.Module) -> dict[str, Any]:
     """What has to be the same before the first step: shapes, and the random numbers of the device."""
     weight = next(one for one in model.parameters() if one.requires_grad)
     drawn = torch.empty(1024, device=weight.device).normal_(generator=torch.Generator(weight.device).manual_seed(0))
-    shapes = {name: (tuple(one.shape), str(one.dtype)) for name, one in _tensors_of(model)}
-    return {"random numbers": checksum(drawn), "model": shapes}
+    tensors = tuple(Trained.of(name, one, 0) for name, one in _tensors_of(model).items())
+    return {"random numbers": checksum(drawn), "tensors": tensors}
 
 
 def _total(by_rank: Sequence[Tensor], sums: bool) -> Tensor:
@@ -133,7 +128,3 @@ def _total(by_rank: Sequence[Tensor], sums: bool) -> Tensor:
     rounds = itertools.zip_longest(*by_rank)
     parts: list[Tensor] = [part if count == 1 else part / count for each in rounds for part in each if part is not None]
     return sum(parts[1:], parts[0])
-
-
-def _excerpt(value: Any) -> str:
-    return textwrap.shorten(str(value), 200)
