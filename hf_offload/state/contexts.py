@@ -81,7 +81,7 @@ def outside() -> Iterator[None]:
         yield
 
 
-def unseen() -> contextlib.AbstractContextManager[Any]:
+def hidden_from_modes() -> contextlib.AbstractContextManager[Any]:
     """Hide what runs inside from modes of dispatch: it is the package's own work, not the training's."""
     return _disable_current_modes() if _get_current_dispatch_mode_stack() else contextlib.nullcontext()
 

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.clip_grad import _has_foreach_support
-from torch.utils.hooks import RemovableHandle
 
 from hf_offload.state import guard
 from hf_offload.state.contexts import outside
@@ -64,7 +63,7 @@ def has_gradient_here(parameter: Tensor) -> bool:
     """Whether there is a gradient in memory, which is not about to leave it."""
     gradient = gradient_of(parameter)
     parked = parked_gradient(gradient)
-    return gradient is not None and (parked is None or (parked.is_here and not parked.is_due))
+    return gradient is not None and (parked is None or (parked.is_here and not parked.write_was_cancelled))
 
 
 def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
@@ -106,17 +105,13 @@ def norm_of(gradient: Tensor, norm_type: float) -> Tensor:
     return torch.linalg.vector_norm(gradient, norm_type)
 
 
-def watch(
-    parameter: nn.Parameter, before: Callable[[Tensor], None], arrived: Callable[[Tensor], None]
-) -> list[RemovableHandle]:
+def watch(parameter: nn.Parameter, before: Callable[[Tensor], None], arrived: Callable[[Tensor], None]) -> None:
     """Call ``before`` with a gradient to be added up, and ``arrived`` with the parameter once it is in ``.grad``."""
     trains = parameter.requires_grad
     parameter.requires_grad_(True)
     try:
         call: Any = InertInCopies(before)
-        return [
-            parameter.register_hook(call),
-            parameter.register_post_accumulate_grad_hook(InertInCopies(arrived)),
-        ]
+        parameter.register_hook(call)
+        parameter.register_post_accumulate_grad_hook(InertInCopies(arrived))
     finally:
         parameter.requires_grad_(trains)

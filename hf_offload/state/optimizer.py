@@ -20,7 +20,7 @@ from hf_offload.state.known import state_per_weight as state_per_weight_of
 from hf_offload.state.known import steps_by_weight, steps_in_parts
 from hf_offload.state.lent import check_loaded, saved
 from hf_offload.state.parameter import StreamedParameter
-from hf_offload.state.registry import pause
+from hf_offload.state.registry import before_user_code
 from hf_offload.state.shadow import Shadow, make_shadow, options_of, step_of
 from hf_offload.state.step import Streaming
 from hf_offload.state.units import pinned
@@ -188,7 +188,7 @@ class StreamedOptimizer(Optimizer):
             finally:
                 for parameter in streaming.parameters():
                     streaming.park_state(parameter)
-                pause()
+                before_user_code()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -223,7 +223,7 @@ class StreamedOptimizer(Optimizer):
             self._load_by_parameter(state_dict, streaming)
         for parameter in streaming.parameters():
             streaming.park_state(parameter)
-        pause()
+        before_user_code()
 
     def _load_by_parameter(self, state_dict: dict[str, Any], streaming: Streaming) -> None:
         state_dict = state_dict.copy()

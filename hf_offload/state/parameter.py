@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
-from torch.utils.hooks import RemovableHandle
 
 from hf_offload.errors import OffloadError
 from hf_offload.interrupts import signals_deferred
@@ -66,7 +65,6 @@ class StreamedParameter(guard.Debt):
         self.has_one_gradient = False
         self.gradients_in_backward = 0
         self.layout: Any = None  # in the last step
-        self.handles: list[RemovableHandle] = []
 
     # -- what the parameter's unit and guards ask ---------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from hf_offload.errors import OffloadError, StorageError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard, registry
-from hf_offload.state.contexts import outside, unseen
+from hf_offload.state.contexts import hidden_from_modes, outside
 from hf_offload.state.parts import Parts
 from hf_offload.state.storages import bytes_of, digest_of, storage_of, swap_pointer
 from hf_offload.state.uses import Uses
@@ -55,9 +55,9 @@ class Parked(guard.Debt):
         nbytes: Its bytes.
         on_host: Its device is the CPU.
         stays: It does not leave any more: there was no room, or a write has failed.
-        compares: Whether it is compared with what the slot has, rather than written once more, where it may have been written
-            to without a new version.
-        is_due: It is in memory only until it can leave.
+        is_weight: It is compared with what the slot has, rather than written once more, where it may have been written to
+            without a new version.
+        write_was_cancelled: It was about to leave, and is in memory until it can.
         is_being_made: It has no bytes yet: they are stored in parts.
         uses: Who has its memory.
         slot: What has its bytes while it is away.
@@ -67,7 +67,7 @@ class Parked(guard.Debt):
         lent: Copies that state dicts have of it, :class:`hf_offload.state.lent.Lent`.
     """
 
-    compares = False
+    is_weight = False
     is_memory = True
 
     def __init__(self, tensor: Tensor, name: str, store: Store):
@@ -78,7 +78,7 @@ class Parked(guard.Debt):
         self.nbytes = storage.nbytes()
         self.on_host = storage.device.type == "cpu"
         self.stays = False
-        self.is_due = False
+        self.write_was_cancelled = False
         self.is_being_made = False
         self.slot: HeldSlot | None = None
         self.parts = Parts(self)
@@ -88,7 +88,7 @@ class Parked(guard.Debt):
         self._device = storage.device
         self._address = storage.data_ptr()
         self._storage = registry.register(self, storage)
-        self.uses = Uses(self._storage, self.on_host, self.compares)
+        self.uses = Uses(self._storage, self.on_host, self.is_weight)
         self._tensors: list[weakref.ref[Tensor]] = []
         self._has_uncounted_writes = False  # it may have been written to without a new version
         self._is_clean = False  # the slot has the bytes of this version
@@ -194,7 +194,7 @@ class Parked(guard.Debt):
         if may_be_same and self.on_host and not self._has_uncounted_writes:
             self.depart(storage)
             return True
-        digest = digest_of(storage) if self.compares or not self.on_host else b""
+        digest = digest_of(storage) if self.is_weight or not self.on_host else b""
         if may_be_same and digest and digest == self._digest:
             self.depart(storage)
             return True
@@ -213,7 +213,7 @@ class Parked(guard.Debt):
         self._write = self.store.write(self.slot.slot, slab, 0, self._written)
         return True
 
-    def let_go(self) -> bool:
+    def leave_or_drop_reads(self) -> bool:
         """Leave, or forget what was read ahead. False if it takes the memory that it took."""
         if self.is_coming:
             self.drop_reads()
@@ -224,13 +224,13 @@ class Parked(guard.Debt):
         """Have a slot to write to; otherwise, it stays."""
         if self.stays:
             return False
-        if self.slot is None or self.is_kept:
+        if self.takes_another_slot:
             nbytes = whole_pages(self.nbytes)
             slot = self.store.try_reserve(nbytes)
             if slot is None:
                 self.stays = True
                 return False
-            self._let_slot_go()
+            self._free_slot()
             self.slot = self.store.free_with(slot, storage)
         return True
 
@@ -239,7 +239,7 @@ class Parked(guard.Debt):
         if self.on_host and self._write is not None:
             self._may_be_torn = True
             if self.where is Where.LEAVING:
-                self.where, self.is_due = Where.HERE, True
+                self.where, self.write_was_cancelled = Where.HERE, True
             self.note_uncounted_writes()
 
     def note_change(self) -> None:
@@ -255,7 +255,7 @@ class Parked(guard.Debt):
         if self._slab is not None and self.on_host:
             return self._slab
         slab = self.store.new_slab(self.nbytes)
-        with unseen():
+        with hidden_from_modes():
             slab.content[: self.nbytes].copy_(bytes_of(storage))
         if self.on_host:
             self._point(storage, slab.storage(self.nbytes))
@@ -287,7 +287,7 @@ class Parked(guard.Debt):
             return False
         self.wait_until_written()
         self.drop_reads()
-        self._let_slot_go()
+        self._free_slot()
         self.where, self.stays, self._slab = Where.HERE, True, None
         self._address = storage.data_ptr()
         for tensor in self.tensors:
@@ -300,7 +300,7 @@ class Parked(guard.Debt):
         mapped = self.store.tier.map(self.slot.slot, private)
         if mapped is None:
             raise OffloadError(f"{self.name} is on a tier that cannot be mapped ({self.store.tier.name}).")
-        with unseen():
+        with hidden_from_modes():
             return torch.from_numpy(mapped.numpy()[: self.nbytes]).untyped_storage()
 
     def _empty(self, storage: torch.UntypedStorage) -> None:
@@ -317,7 +317,7 @@ class Parked(guard.Debt):
         self._is_clean = error is None and not write.cancelled() and not self._may_be_torn
         if error is not None:
             self.store.say(error)
-            self._let_slot_go()
+            self._free_slot()
             self.stays = True
             if self.on_host and self.where is Where.LEAVING:
                 self.where = Where.HERE
@@ -337,7 +337,7 @@ class Parked(guard.Debt):
         while self._former:
             self.store.free(self._former.pop())
 
-    def _let_slot_go(self) -> None:
+    def _free_slot(self) -> None:
         slot, self.slot = self.slot, None
         self._is_clean = False
         self._kept.clear()
@@ -355,7 +355,7 @@ class Parked(guard.Debt):
         with torch._C.DisableTorchFunctionSubclass():
             return tuple(tensor._version for tensor in self.tensors)
 
-    def take_parts(self, slot: HeldSlot | None) -> None:
+    def all_parts_stored(self, slot: HeldSlot | None) -> None:
         """All bytes were stored in parts: in the slot, or in another ``slot`` that it has from now on."""
         if slot is not None:
             self._former += [] if self.slot is None else [self.slot]
@@ -364,36 +364,36 @@ class Parked(guard.Debt):
         self._digest, self.version = b"", self.present_version()
         self._is_clean, self.is_being_made = True, False
 
-    def note_part(self) -> None:
+    def part_changes(self) -> None:
         """A part of its bytes in the slot is going to change."""
         self._digest, self.written = b"", object()
         for tensor in self.tensors:
             guard.put(tensor, self.parts)
 
     @property
-    def can_be_read_in_parts(self) -> bool:
+    def slot_is_current(self) -> bool:
         """Whether the slot has the present bytes."""
         return self.is_alive and self.is_away and not self.is_being_made
 
     @property
     def takes_another_slot(self) -> bool:
         """Whether what is written next goes to another slot than the present one."""
-        return self.slot is None or self.is_kept
+        return self.slot is None or bool(self._kept)
 
     # -- coming -----------------------------------------------------------------------------------------------------------
 
     def read_ahead(self) -> bool:
         """Begin to read, if there is room for that in the window; false if there is none."""
-        if not self.can_be_read_in_parts or self._read is not None or self.parts.are_written:
+        if not self.slot_is_current or self._read is not None or self.parts.are_written:
             return True  # it is there, or comes from elsewhere
         if not self.store.has_room_to_read(self.nbytes):
             return False
         self._begin_read(urgent=False)
         return True
 
-    def begin_to_come(self, urgent: bool = True) -> None:
+    def begin_to_read(self, urgent: bool = True) -> None:
         """Begin to read it, whether the window has room or not, before all other reads if it is ``urgent``."""
-        if self.can_be_read_in_parts and self._read is None and not (self.parts.are_written or self.is_held):
+        if self.slot_is_current and self._read is None and not (self.parts.are_written or self.is_held):
             self._begin_read(urgent)
 
     @signals_deferred
@@ -403,7 +403,7 @@ class Parked(guard.Debt):
         Raises :class:`~hf_offload.errors.StorageError` if it cannot be read; it can be asked for again.
         """
         storage = self._storage()
-        self.is_due = False
+        self.write_was_cancelled = False
         if storage is None or self._was_given_memory(storage) or self.where is Where.HERE:
             return
         for lent in self.lent:
@@ -455,13 +455,13 @@ class Parked(guard.Debt):
                 visited.wait_until_written()  # code of the user runs, which may write to it next
             visited.store.throttle()
 
-    def forget(self) -> None:
+    def unmanage(self) -> None:
         """It is in memory, and a plain one from now on. Where others have the address of the slot, it stays there."""
         guard.settle(self.tensors)
         self.stays = True
         if not self.is_here:
             return
-        self._let_slot_go()
+        self._free_slot()
         storage = self._storage()
         if storage is not None:
             registry.forget(storage)
@@ -485,7 +485,7 @@ class Parked(guard.Debt):
         self.check_read(read[1])
         if self.parts.overlay(read[0]):
             self.stays, self._is_clean = True, False
-        if self.on_host and self.compares:  # others may have written to the mapping
+        if self.on_host and self.is_weight:  # others may have written to the mapping
             self._digest = xxhash.xxh3_128_digest(read[0].memory[: self.nbytes])
         return read[0]
 
@@ -535,11 +535,6 @@ class Parked(guard.Debt):
         if kept is not None:
             self._kept.append(kept)
         return kept
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether anybody holds the slot."""
-        return bool(self._kept)
 
     def has(self, written: object) -> bool:
         """Whether the bytes are still those of when :attr:`written` was this."""

@@ -9,7 +9,7 @@ from hf_offload.state.parked import Parked
 class ParkedWeight(Parked):
     """The storage of a weight."""
 
-    compares = True
+    is_weight = True
 
     def done(self) -> None:
         """See :class:`~hf_offload.state.guard.Debt`. Its unit lets it leave."""

@@ -47,7 +47,7 @@ class Parts(guard.Debt):
     def read_ahead(self, begin: int, nbytes: int) -> bool:
         """Begin to read a part; false if there is no room in the window."""
         parked = self._parked
-        if not parked.can_be_read_in_parts or begin in self._reads or begin in self._writes:
+        if not parked.slot_is_current or begin in self._reads or begin in self._writes:
             return True
         if not parked.store.has_room_to_read(nbytes):
             return False
@@ -71,7 +71,7 @@ class Parts(guard.Debt):
         assert storage is not None
         if begin in self._writes:
             self.wait()
-        if begin in self.rescued or not parked.can_be_read_in_parts:
+        if begin in self.rescued or not parked.slot_is_current:
             slab = parked.store.new_slab(nbytes)
             found = self.rescued.get(begin)
             source = bytes_of(storage)[begin : begin + nbytes] if found is None else found.content[:nbytes]
@@ -118,14 +118,14 @@ class Parts(guard.Debt):
         target = self._target or parked.slot
         assert target is not None
         self._is_open = True
-        parked.note_part()
+        parked.part_changes()
         self.rescued.pop(begin, None)  # what could not be written before
         future = parked.store.write(target.slot, slab, begin, lambda write: parked.parts._written(begin, write))
         self._writes[begin] = slab, future
 
     def end(self) -> None:
         """All parts were stored."""
-        self._parked.take_parts(self._target)
+        self._parked.all_parts_stored(self._target)
         self._slot_changed = self._slot_changed or self._target is not None
         self._target, self._is_open = None, False
         self._ended()

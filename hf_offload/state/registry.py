@@ -92,7 +92,7 @@ def is_held(tensor: Tensor) -> bool:
     return (tensor.device.type == "cpu" and storage.is_shared()) or has_others(storage, 1)
 
 
-def pause() -> None:
+def before_user_code() -> None:
     """Code of the user runs from now on, which may write to tensors without a new version (fused optimizers, ``.data``): what
     is still being written stays in memory for now, and what was read ahead is forgotten. Of guarded tensors it is kept: who
     asks for these settles what they owe, which takes what was read.

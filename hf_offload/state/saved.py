@@ -11,7 +11,7 @@ from hf_offload.errors import SavedTensorModifiedError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state.parked import Parked
 from hf_offload.state.registry import parked_of
-from hf_offload.state.units import Unit, Units, pause_after_backward, unit_with, units_of
+from hf_offload.state.units import Unit, Units, note_backward, unit_with, units_of
 from hf_offload.surgery import EagerHook
 
 
@@ -75,7 +75,7 @@ def saved_weight(tensor: Tensor) -> SavedWeight | KeptTensor | None:
         return None
     for owner in parked.tensors:
         found = unit_with(owner)
-        if found is not None and found[0].stay([found[1]]):
+        if found is not None and found[0].all_stay([found[1]]):
             with torch._C.DisableTorchFunctionSubclass():
                 return KeptTensor(tensor.detach(), tensor._version)  # an alias, by which it stays until backward
         if found is not None:
@@ -102,9 +102,9 @@ class _InUse(threading.local):
                 callback = functools.partial(_release, self._units)
                 torch.autograd.Variable._execution_engine.queue_callback(callback)
             self._operation = operation
-        pause_after_backward()
+        note_backward()
         units.need(unit)
-        unit.uses += 1
+        unit.pin_count += 1
         self._units.append(unit)
 
 
@@ -112,7 +112,7 @@ class _InUse(threading.local):
 def _release(units: list[Unit]) -> None:
     """The operation is over, or all of backward."""
     while units:
-        units.pop().uses -= 1
+        units.pop().pin_count -= 1
 
 
 _in_use = _InUse()
@@ -181,7 +181,7 @@ class _Follow:
             self._thread.entered.append(None)  # those of an engine save weights, too; checkpointing's must be innermost
             return
         units = units_of(module)
-        if units.stay(units.units):  # what a graph has saved without hooks stays until its backward
+        if units.all_stay(units.units):  # what a graph has saved without hooks stays until its backward
             self._thread.entered.append(None)
             return
         hooks.__enter__()

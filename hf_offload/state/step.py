@@ -33,7 +33,7 @@ from hf_offload.state.parameter import StreamedParameter, comes_once
 from hf_offload.state.parked_weight import ParkedWeight
 from hf_offload.state.registry import is_held, parked_of
 from hf_offload.state.shadow import Shadow, attributes_of, names_of, options_of
-from hf_offload.state.units import pause_after_backward, pinned, stepping, unit_with
+from hf_offload.state.units import note_backward, pinned, stepping, unit_with
 from hf_offload.state.update import Update, UpdateComputer, may_move, state_tensors
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE
 from hf_offload.storage.store import Store
@@ -104,7 +104,7 @@ class Streaming:
             self._trained[id(parameter)] = trained
             if self.gradient_store is not None:
                 before, arrived = _weak(trained, self.before), _weak(trained, self.arrived)
-                trained.handles = watch(parameter, before, arrived)
+                watch(parameter, before, arrived)
             unit = unit_with(parameter)
             if unit is not None:
                 unit[1].owed[id(self), id(parameter)] = trained
@@ -134,7 +134,7 @@ class Streaming:
                         if parked is not None:
                             guard.settle([tensor])
                             parked.come()
-                            parked.forget()
+                            parked.unmanage()
             left, self._updates.staying = self._updates.staying - wanted, wanted & self._trained.keys()
             for key in left:
                 parameter = self._trained[key].parameter_ref()
@@ -202,7 +202,7 @@ class Streaming:
                 f"{trained.name} has got a gradient, while the update of the last step is not computed yet: a forward has "
                 "used its former value. Use it by its module, or read it from the module before."
             )
-        pause_after_backward()
+        note_backward()
         with self._section(GRADIENTS), outside():
             if gradient.layout is not torch.strided:
                 self._refuse_sparse(trained)

@@ -7,7 +7,7 @@ import xxhash
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_offload.state.contexts import unseen
+from hf_offload.state.contexts import hidden_from_modes
 from hf_offload.tensors import has_bytes
 
 _DIGEST_WORDS = 1 << 20
@@ -27,7 +27,7 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 def swap_pointer(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     """Let ``storage``, and with it all tensors, views and aliases over it, have the memory of ``other``; its size stays."""
-    with unseen():
+    with hidden_from_modes():
         storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 

@@ -28,7 +28,7 @@ from hf_offload.state.lent import check_loaded
 from hf_offload.state.order import UseOrder
 from hf_offload.state.parked import Parked, Where
 from hf_offload.state.refusals import is_compiled
-from hf_offload.state.registry import pause
+from hf_offload.state.registry import before_user_code
 from hf_offload.storage.handling import Handling
 from hf_offload.storage.service import WEIGHTS
 from hf_offload.structure.units import find_blocks
@@ -66,7 +66,7 @@ class Unit:
         weights: Those of them that may leave memory.
         nbytes: Bytes of these.
         owed: What computes updates that they wait for, by the optimizer and the parameter.
-        uses: How many use it now.
+        pin_count: How many use it now.
         was_called: Its owner was called in the last forward: updates may wait for that.
         is_in_fast_path: A module that takes a fast path in evaluation reads its weights, without calling their owner.
     """
@@ -78,7 +78,7 @@ class Unit:
         self.weights: list[Parked] = []
         self.nbytes = 0
         self.owed: weakref.WeakValueDictionary[Any, Owed] = weakref.WeakValueDictionary()
-        self.uses = 0
+        self.pin_count = 0
         self.was_called = False
         self.is_in_fast_path = False
 
@@ -195,7 +195,7 @@ class Units:
             return
         with self._section(), self.lock:
             self._order.used(_BEGIN)
-            pause()
+            before_user_code()
             transformed = torch._C._functorch.peek_interpreter_stack() is not None
             evaluates = transformed or not torch.is_grad_enabled() or not module.training
             for unit in self.units:
@@ -213,7 +213,7 @@ class Units:
             self._in_fast_paths = [
                 (owner, hook, _again(owner, hook, handle)) for owner, hook, handle in self._in_fast_paths
             ]
-            pause()
+            before_user_code()
 
     def _loads(self, module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
         """Values are about to be loaded into the model."""
@@ -228,14 +228,14 @@ class Units:
 
     # -- uses -------------------------------------------------------------------------------------------------------------
 
-    def stay(self, units: Iterable[Unit]) -> bool:
+    def all_stay(self, units: Iterable[Unit]) -> bool:
         """Whether ``units`` are in memory, and none leaves it: all of the model may be there at a time."""
         return self.limit_bytes >= self.total_bytes and all(unit.is_here for unit in units)
 
     @torch._disable_dynamo
     def need(self, unit: Unit) -> None:
         """Let ``unit`` be in memory, with all its updates: it is about to be used."""
-        if not unit.owed and self.stay([unit]):
+        if not unit.owed and self.all_stay([unit]):
             self._order.used(unit.number)
             for weight in unit.weights:
                 weight.note_stream()
@@ -256,16 +256,16 @@ class Units:
             with signals_deferred, self._section(), self.lock:
                 for unit in units:
                     self._order.used(unit.number)
-                    unit.uses += 1
+                    unit.pin_count += 1
                     used.append(unit)
                     with contextlib.nullcontext() if is_outside() else outside():
                         self._bring(unit, finishes)
             yield
         finally:
             for unit in used:
-                unit.uses -= 1
+                unit.pin_count -= 1
             if not self._is_busy():
-                pause()
+                before_user_code()
 
     def complete(self, unit: Unit) -> None:
         """Let ``unit`` owe nothing. Outside of forwards and backwards, it leaves again at once: aliases that are made now
@@ -276,7 +276,7 @@ class Units:
         if not self._is_busy():
             with self.lock, outside():
                 self._used_by.pop(threading.current_thread(), None)
-                for weight in [] if unit.uses else unit.weights:  # another thread may use it
+                for weight in [] if unit.pin_count else unit.weights:  # another thread may use it
                     weight.leave()
                 for weight in unit.weights:
                     weight.wait_until_written()
@@ -314,7 +314,7 @@ class Units:
             if not (has_room or must):
                 return False
             for weight in missing:
-                weight.begin_to_come(urgent=must)
+                weight.begin_to_read(urgent=must)
         return True
 
     def make_room(self, nbytes: int, keeps: Sequence[Unit] = ()) -> bool:
@@ -324,10 +324,10 @@ class Units:
         excess = sum(unit.bytes_taken for unit in self.units) + nbytes - self.limit_bytes
         keeps = [*keeps, *self._used_by.values()]
         for unit in self._farthest_first() if excess > 0 else ():
-            if unit.uses or unit in keeps:
+            if unit.pin_count or unit in keeps:
                 continue
             for weight in unit.weights:
-                if excess > 0 and weight.let_go():
+                if excess > 0 and weight.leave_or_drop_reads():
                     excess -= weight.nbytes
             self.throttle()
         return excess <= 0
@@ -406,7 +406,7 @@ def stepping() -> Iterator[None]:
     finally:
         _steps.depth -= 1
         if not (_steps.depth or any(units._is_busy() for units in list(_of_models.values()))):
-            pause()
+            before_user_code()
 
 
 class _Backwards(threading.local):
@@ -419,12 +419,12 @@ class _Backwards(threading.local):
 _backwards = _Backwards()
 
 
-def pause_after_backward() -> None:
-    """A hook of a backward runs: :func:`pause` is called once it has ended."""
+def note_backward() -> None:
+    """A hook of a backward runs: :func:`before_user_code` is called once it has ended."""
     number = torch._C._current_graph_task_id()
     if number >= 0 and number != _backwards.number:
         _backwards.number = number
-        torch.autograd.Variable._execution_engine.queue_callback(pause)
+        torch.autograd.Variable._execution_engine.queue_callback(before_user_code)
 
 
 class _Arrive:

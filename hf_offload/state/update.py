@@ -151,7 +151,7 @@ class UpdateComputer:
         guard.settle(needed)
         moved = [parked for tensor in needed if (parked := parked_of(tensor)) is not None]
         for parked in moved:
-            parked.begin_to_come()
+            parked.begin_to_read()
         gradient = _Part.whole(update.gradient)
         for parked in moved:
             parked.come()

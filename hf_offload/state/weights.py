@@ -185,7 +185,7 @@ class Weights:
                 unit.set_weights([])
         self.store.settle()
         for parked in self.weights():
-            parked.forget()
+            parked.unmanage()
         self._parked.clear()
 
     def tell(self) -> None:

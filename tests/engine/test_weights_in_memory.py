@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hf_offload.state.order import UseOrder
-from hf_offload.state.registry import pause
+from hf_offload.state.registry import before_user_code
 from hf_offload.storage.store import whole_pages
 from tests.faults.failing_calls import Hang
 from tests.helpers.parked import in_memory, leave_memory, parked
@@ -131,7 +131,7 @@ def test_memory_that_is_written_to_while_it_leaves_stays(written):
 @pytest.mark.parametrize("then", ["stays", "leaves"])
 def test_code_of_the_user_writes_without_a_new_version_to_what_is_being_written(written, then):
     parameter, weight, store, expected, hang = written
-    pause()
+    before_user_code()
     parameter.data.add_(1)
     hang.end()
     store.settle()
@@ -149,7 +149,7 @@ def test_code_of_the_user_writes_to_what_was_read_ahead(chain):
     assert weights[0].read_ahead()
     assert reading(session) == {"0.weight"}
     weights[0]._read[1].result()  # it has the bytes of before
-    pause()
+    before_user_code()
     model[0].weight.data.add_(1)
     weights[0].come()
     assert torch.equal(model[0].weight.detach(), expected)

@@ -136,7 +136,7 @@ class Weights(Interrupted):
         saved._release(saved._in_use._units)
         gc.collect()
         residency = training.session.residency
-        assert [unit.name for unit in units_of(training.model).units if unit.uses] == [], f"after {point}"
+        assert [unit.name for unit in units_of(training.model).units if unit.pin_count] == [], f"after {point}"
         leave_memory(training.session)
         granules = sum(-(-weight.nbytes // 4096) * 4096 for weight in residency.weights())
         assert used_bytes(residency.store, granules) <= granules, f"after {point}"

@@ -8,7 +8,7 @@ import torch
 
 from hf_offload.errors import StorageError
 from hf_offload.session import attached_session
-from hf_offload.state.registry import pause
+from hf_offload.state.registry import before_user_code
 from hf_offload.state.units import units_of
 from tests.faults.failing_calls import ALL, EIO, Faults
 from tests.faults.interrupted import used_bytes
@@ -60,7 +60,7 @@ def test_a_weight_that_cannot_be_read_is_an_error_that_names_it(failing, optimiz
         for phase in PHASES:
             if phase == failing:
                 leave_memory(made.session)
-                pause()  # nothing is on its way ahead of its use
+                before_user_code()  # nothing is on its way ahead of its use
                 Faults(monkeypatch, "read_once", EIO, ALL)
             getattr(phases, phase)(1)
     names = {name for name, _ in made.model.named_parameters()}
@@ -98,7 +98,7 @@ def test_nothing_is_left_after_faults(tmp_path, monkeypatch):
         Faults(patch, "read_once", EIO, range(2, 12))  # ahead, and once more
         with pytest.raises(StorageError, match="cannot be read back"):
             made.run()
-    assert [unit.name for unit in units_of(made.model).units if unit.uses] == []
+    assert [unit.name for unit in units_of(made.model).units if unit.pin_count] == []
     store = made.session.residency.store
     del made
     gc.collect()

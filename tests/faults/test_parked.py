@@ -8,7 +8,7 @@ import torch
 
 from hf_offload.state.optimizer import streaming_of
 from hf_offload.state.parked import Where
-from hf_offload.state.registry import parked_of, pause
+from hf_offload.state.registry import before_user_code, parked_of
 from tests.faults.failing_calls import EIO, Faults, Hang
 from tests.helpers.parked import let_weights_leave, parked
 from tests.helpers.train import Run, adamw, assert_same, batch, mlp, stream_in_parts, train
@@ -69,7 +69,7 @@ def test_values_that_were_swapped_during_a_write_come_back(comes_back, tmp_path,
     assert hang.inside.wait(60)
     if comes_back:
         moved.come()
-    pause()  # code of the user runs
+    before_user_code()  # code of the user runs
     with torch.no_grad():
         weight.data.zero_()
         hang.end()

@@ -39,7 +39,7 @@ def test_the_last_weight_that_backward_asks_for_may_leave_when_it_is_over(tmp_pa
     session = parked(model, tmp_path)
     inputs = torch.randn(3, 64, requires_grad=True)
     model(inputs).sum().backward()
-    assert all(unit.uses == 0 for unit in units_of(model).units)
+    assert all(unit.pin_count == 0 for unit in units_of(model).units)
     assert in_memory(session)
 
 
@@ -57,7 +57,7 @@ def test_backward_that_fails_does_not_keep_the_next_one_from_asking(tmp_path):
         loss.backward()
     handle.remove()
     model(torch.randn(3, 64)).sum().backward()
-    assert all(unit.uses == 0 for unit in units_of(model).units)
+    assert all(unit.pin_count == 0 for unit in units_of(model).units)
 
 
 @pytest.mark.parametrize("part_bytes", [None, 4096])

@@ -64,7 +64,7 @@ def test_state_that_a_step_as_a_whole_makes_begins_to_leave_memory(tmp_path):
     assert len(buffers) > 1
     moved = [parked_of(buffer) for buffer in buffers]
     # What is still being written as the step ends stays for code of the user, and is due to leave.
-    assert all(one is not None and (one.is_away or one.is_due) for one in moved)
+    assert all(one is not None and (one.is_away or one.write_was_cancelled) for one in moved)
 
 
 def _of_lists(name, weight):

@@ -151,7 +151,7 @@ class _Weight(guard.Debt):
         guard.put(parameter, self)
         with torch._C.DisableTorchFunctionSubclass():
             has_aliases = is_held(parameter) or (parked is not None and len(parked.tensors) > 1)
-        return has_aliases or found is None or found[1].uses > 0
+        return has_aliases or found is None or found[1].pin_count > 0
 
     def settle(self, unseen: bool) -> None:
         """See :class:`~hf_offload.state.guard.Debt`."""
