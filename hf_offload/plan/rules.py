@@ -184,8 +184,8 @@ def chunk_sizes(nbytes: int, chunk: int) -> Iterator[int]:
 
 # -- weights, gradients and optimizer state on their way: what the engine keeps to, and plans count on ---------------------
 
-STATE_WINDOW_BYTES = 96 << 20
-"""On the way to a tier and back at any time, of optimizer state and of gradients each."""
+STATE_WINDOW_BYTES = 48 << 20
+"""On the way to a tier and back at any time, of optimizer state and of gradients each, where there is no budget."""
 PART_BYTES = 8 << 20
 """Of a parameter, where it can be cut, at most: an update then needs memory for the state of so much."""
 
@@ -195,6 +195,7 @@ _PARTS = 3
 _WEIGHTS_WINDOW_BYTES = 64 << 20
 _SPARE_PARTS = 4
 _STATE_SHARE = 32
+_WIDEST_STATE_WINDOW_BYTES = 96 << 20
 WIDTHS = (2, 1)
 """Of the windows of gradients and state that plans try, as multiples of the narrowest: wider ones wait less for a drive."""
 _WEIGHTS_SHARE = 4
@@ -204,7 +205,9 @@ def state_window(budget_bytes: int | None, width: int = 1) -> int:
     """Bytes of state, and as many of gradients, that may be on the way: of a memory budget, a small part at most, ``width``
     times as much where a plan has room for it.
     """
-    return STATE_WINDOW_BYTES if budget_bytes is None else min(STATE_WINDOW_BYTES, budget_bytes * width // _STATE_SHARE)
+    if budget_bytes is None:
+        return STATE_WINDOW_BYTES
+    return min(_WIDEST_STATE_WINDOW_BYTES, budget_bytes * width // _STATE_SHARE)
 
 
 def weights_window(staying_bytes: int, largest_bytes: int) -> int:
