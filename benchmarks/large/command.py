@@ -164,6 +164,7 @@ def _measured(
     moved = of_steps("read_bytes") + of_steps("written_bytes")
     measured = {
         "peak_bytes": max(made["peak_bytes"], *(one["peak_bytes"] for one in steps)),
+        "anonymous_bytes": max(made["anonymous_bytes"], *(one["anonymous_bytes"] for one in steps)),
         "step_s": of_steps("seconds"),
         "read_bytes": of_steps("read_bytes"),
         "written_bytes": of_steps("written_bytes"),
@@ -185,6 +186,7 @@ def rows_of(found: dict[str, Any]) -> list[tuple[str, str, str]]:
 
     return [
         ("peak of the process", *gigabytes("peak_bytes")),
+        ("the same without cached pages of files", "-", f"{measured['anonymous_bytes'] / 1e9:.2f} GB"),
         ("step", f"{predicted['step_s']:.1f} s", f"{measured['step_s']:.1f} s"),
         ("roofline: computation in memory", "-", f"{measured['compute_s']:.1f} s"),
         ("roofline: transfers", "-", f"{measured['drive_s']:.1f} s"),

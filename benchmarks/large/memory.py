@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_offload.session import OffloadSession
 from hf_offload.state.optimizer import streaming_of
+from hf_offload.storage.host_memory import process_bytes
 from hf_offload.training.gauges import Gauge
 
 INTERVAL_S = 0.1
@@ -42,15 +43,19 @@ def counters(session: OffloadSession, optimizer: Any) -> dict[str, Callable[[], 
 
 @contextlib.contextmanager
 def sampled(kinds: Mapping[str, Callable[[], int]], gauge: Gauge) -> Iterator[list[Sample]]:
-    """Samples of all kinds every :data:`INTERVAL_S` seconds, each with its ``time_s`` and the ``resident`` bytes of the
-    process.
+    """Samples of all kinds every :data:`INTERVAL_S` seconds, each with its ``time_s``, the ``resident`` bytes of the process,
+    and those of them that are ``anonymous``: the rest are cached pages of files, which the system takes back at any time.
     """
     samples: list[Sample] = []
     over = threading.Event()
     begin = time.perf_counter()
 
     def sample() -> None:
-        one: Sample = {"time_s": time.perf_counter() - begin, "resident": gauge.level()}
+        one: Sample = {
+            "time_s": time.perf_counter() - begin,
+            "resident": gauge.level(),
+            "anonymous": process_bytes(),
+        }
         with contextlib.suppress(RuntimeError):  # a set has changed meanwhile
             one |= {kind: count() for kind, count in kinds.items()}
             one[OTHER] = max(0, one["resident"] - sum(one[kind] for kind in kinds))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.large.memory import counters, sampled
+from benchmarks.large.memory import Sample, counters, sampled
 from benchmarks.large.shape import LEARNING_RATE, Shape, text_tokens
 from hf_offload import create_from_config
 from hf_offload.session import attach
@@ -25,14 +25,22 @@ def train(shape: Shape, directory: str, most_written_bytes: int, seconds: float)
     longest = 0.0
     process_bytes = gauge.level()
     settings = shape.settings(directory, most_written_bytes, process_bytes)
-    model = create_from_config(GPT2LMHeadModel, shape.model_config(), config=settings).train()
+    with sampled({}, gauge) as samples:
+        model = create_from_config(GPT2LMHeadModel, shape.model_config(), config=settings).train()
     session = attach(model, settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     session.prepare_optimizer(optimizer)
     session.update_in_backward(True)  # nothing is clipped: gradients need not leave memory
     session.defer_updates()
     weights = sum(p.numel() for p in model.parameters())
-    _say("made", seconds=time.perf_counter() - begin, weights=weights, peak_bytes=gauge.peak(), **_moved(session))
+    _say(
+        "made",
+        seconds=time.perf_counter() - begin,
+        weights=weights,
+        peak_bytes=gauge.peak(),
+        anonymous_bytes=_anonymous(samples),
+        **_moved(session),
+    )
     batches = text_tokens(shape.tokens)
     for number in range(shape.steps):
         if time.perf_counter() - started + longest > seconds:
@@ -59,12 +67,18 @@ def train(shape: Shape, directory: str, most_written_bytes: int, seconds: float)
             forward_s=forward_s,
             loss=loss.item(),
             peak_bytes=gauge.peak(),
+            anonymous_bytes=_anonymous(samples),
             most_weight_bytes=0 if session.residency is None else session.residency.most_bytes,
             activations=session.stats.steps[-1].as_dict(),
             samples=samples,
             planned=_planned(session, process_bytes),
             **moved,
         )
+
+
+def _anonymous(samples: list[Sample]) -> float:
+    """The most in any of these."""
+    return max(one["anonymous"] for one in samples)
 
 
 def _planned(session: Any, process_bytes: int) -> dict[str, Any] | None:
