@@ -62,14 +62,10 @@ EFFECTS = (
         ),
     ),
     Effect(
-        "training arguments with a memory mode",
-        "Trainer.__init__ is wrapped, and changes nothing for other arguments",
-        {"memory mode": ("transformers.trainer.Trainer.__init__",)},
-    ),
-    Effect(
-        "disk tier, on first use",
-        "one os.register_at_fork() handler, so that no direct read runs during a fork",
-        dict.fromkeys((*_RUNS, *_STATE), ("fork handlers",)),
+        "disk tier and snapshots, on first use",
+        "handlers of os.register_at_fork(), so that no direct read runs during a fork, and children do not keep the "
+        "connection to a snapshot process; with snapshots an atexit handler, so that a script that ends well leaves none",
+        dict.fromkeys((*_RUNS, *_STATE), ("fork handlers",)) | {"snapshots": ("atexit", "fork handlers")},
     ),
     Effect(
         "CPU, on first use",
@@ -81,14 +77,11 @@ EFFECTS = (
         "a hook after every optimizer's step notes which optimizers hold state",
         {"auto": ("torch.optim.optimizer._global_optimizer_post_hooks",)},
     ),
+)
+# Of processes that commands start, these in addition.
+OF_COMMANDS = (
     Effect(
-        "snapshots, on first use",
-        "one atexit handler, so that a script that ends well leaves none, and one os.register_at_fork() handler, so that "
-        "children do not keep the connection",
-        {"snapshots": ("atexit", "fork handlers")},
-    ),
-    Effect(
-        "hf_offload.run, command launch",
+        "hf_offload.run, which command launch starts",
         "Accelerator.__init__ is wrapped, so that every one offloads, and the package's log is shown",
         {"hf_offload.run": ("accelerate.accelerator.Accelerator.__init__", "logging.hf_offload")},
     ),
@@ -112,7 +105,7 @@ FILES = (
 _HEADINGS = {
     "process-wide effects": tuple(f"{effect.when}: {effect.what}" for effect in EFFECTS),
     "effects within a step": WITHIN_A_STEP,
-    "effects on child processes": CHILD_PROCESSES,
+    "effects on child processes": (*(f"{effect.when}: {effect.what}" for effect in OF_COMMANDS), *CHILD_PROCESSES),
     "files that are kept": FILES,
 }
 

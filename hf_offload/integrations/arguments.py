@@ -75,6 +75,7 @@ class OffloadArguments(_Declared):
             names = [name for name in arguments.report_to or () if name != REPORT_NAME]
             if config.without_mode().changes_a_run:
                 refuse_conflicts(arguments)
+            if config.changes_a_run:
                 names.insert(0, REPORT_NAME)  # first, so that the other reporters see what it adds to the log
             arguments.report_to = names
             if mode is not None:
@@ -84,14 +85,9 @@ class OffloadArguments(_Declared):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == argument("memory_mode") and isinstance(value, str) and value != NONE:
-            _watch_trainers()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickled or copied, perhaps in a process in which none were made."""
-        self.__dict__.update(state)
-        if state.get(argument("memory_mode"), NONE) != NONE:
-            _watch_trainers()
+        names = vars(self).get("report_to")
+        if name == argument("memory_mode") and value != NONE and isinstance(names, list) and REPORT_NAME not in names:
+            names.insert(0, REPORT_NAME)  # by which the Trainer finds the callback
 
     def _value(self, field: str) -> Any:
         value = getattr(self, argument(field))
@@ -100,12 +96,6 @@ class OffloadArguments(_Declared):
     def offload_config(self) -> OffloadConfig:
         """The settings these arguments stand for. Raises :class:`~hf_offload.OffloadConfigError` for all errors at once."""
         return build(OffloadConfig, {field: self._value(field) for field in FIELDS}, "training arguments", argument)
-
-
-def _watch_trainers() -> None:
-    from hf_offload.integrations.memory_modes import watch_trainers
-
-    watch_trainers()
 
 
 @dataclasses.dataclass

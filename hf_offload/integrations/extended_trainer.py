@@ -37,18 +37,25 @@ class Summarizing(Protocol):
         """The settings of a training with these arguments, if it has any."""
 
 
-def extend_calling_trainer(callback: Summarizing) -> Trainer | None:
-    """Extend the Trainer that is calling ``callback``, and return it. Idempotent; None outside of a Trainer's events."""
+def calling_trainer(callback: Summarizing) -> Trainer | None:
+    """The Trainer that is calling ``callback``; None outside of a Trainer's events."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
         trainer = frame.f_locals.get("self")
         if isinstance(trainer, Trainer) and callback in trainer.callback_handler.callbacks:
-            if not isinstance(trainer, _Describing):
-                extend(trainer, _Describing, _Resuming)
-            setattr(trainer, _CALLBACK, callback)
             return trainer
     return None
+
+
+def extend_calling_trainer(callback: Summarizing) -> Trainer | None:
+    """Extend the Trainer that is calling ``callback``, and return it. Idempotent; None outside of a Trainer's events."""
+    trainer = calling_trainer(callback)
+    if trainer is not None:
+        if not isinstance(trainer, _Describing):
+            extend(trainer, _Describing, _Resuming)
+        setattr(trainer, _CALLBACK, callback)
+    return trainer
 
 
 def snapshots_of_training(trainer: Trainer) -> TrainerSnapshots | None:

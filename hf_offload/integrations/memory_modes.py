@@ -1,11 +1,8 @@
-"""Memory modes in the Trainer: training arguments with a ``memory_mode`` change its model and its optimizer.
-
-The Trainer takes both in its constructor only, so the constructor is wrapped: once in a process, and only when arguments with
-a memory mode are made. For all other arguments it is unchanged.
+"""Memory modes in the Trainer: training arguments with a ``memory_mode`` change its model and its optimizer, as the last of
+what its constructor does.
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +10,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.generators import process_states, set_process_states
 from hf_offload.integrations.checkpoints import checkpoint_folder
 from hf_offload.integrations.two_losses import train_without_gradients
 from hf_offload.methods.applied import check_settings
@@ -22,37 +20,22 @@ from hf_offload.settings.schema import OffloadConfig
 from hf_offload.surgery import extend
 
 
-def watch_trainers() -> None:
-    """Let every Trainer made from now on apply the memory mode of its arguments. Idempotent."""
-    usual = Trainer.__init__
-    if hasattr(usual, "hf_offload_modes"):
+def apply_memory_mode(trainer: Trainer, mode: MemoryMode, config: OffloadConfig) -> None:
+    """Let ``trainer``, whose constructor ends, train as ``mode`` does, that of ``config``. Not twice.
+
+    Raises :class:`~hf_offload.errors.OffloadConfigError` for settings that exclude the mode, and for a model that does.
+    """
+    if any(isinstance(one, MemoryModeCallback) for one in trainer.callback_handler.callbacks):
         return
-    signature = inspect.signature(usual)
-
-    @functools.wraps(usual)
-    def init(self: Trainer, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind_partial(self, *args, **kwargs).arguments
-        find = getattr(given.get("args"), "offload_config", None)
-        config = None if find is None else find()
-        mode = None if config is None else config.mode()
-        if config is None or mode is None:
-            usual(self, *args, **kwargs)
-            return
-        _refuse_twice(given)
-        check_arguments(mode, config, given["args"])  # which may have changed since they were made
-        callback = MemoryModeCallback(mode)
-        given["optimizer_cls_and_kwargs"] = callback.optimizer_cls_and_kwargs(given["args"])
-        if given.get("model") is not None:
-            given["model"] = mode.prepare(given["model"])
-        if given.get("model_init") is not None:
-            given["model_init"] = _Prepared(mode, given["model_init"])
-        given.pop("self")
-        usual(self, **given)
-        self.add_callback(callback)
-        callback.extend(self)
-
-    init.hf_offload_modes = True  # type: ignore[attr-defined]
-    Trainer.__init__ = init  # type: ignore[method-assign]
+    _refuse_twice(trainer, config)
+    check_arguments(mode, config, trainer.args)  # which may have changed since they were made
+    made: Any = trainer
+    if made.model_init is not None:
+        made.model_init = _Prepared(mode, made.model_init)
+    made.model = made.model_wrapped = made.callback_handler.model = _prepared(mode, made.model)
+    callback = MemoryModeCallback(mode)
+    trainer.add_callback(callback)
+    callback.join(trainer)
 
 
 def check_arguments(mode: MemoryMode, config: OffloadConfig, args: TrainingArguments) -> None:
@@ -88,12 +71,10 @@ class MemoryModeCallback(TrainerCallback):
         self._made: Any = None
         self._end: Callable[[], None] | None = None
 
-    def optimizer_cls_and_kwargs(self, args: TrainingArguments) -> tuple[Any, dict[str, Any]]:
-        """What the Trainer takes by this name to train with the optimizer of the mode."""
-        return self._optimizer_factory, {"args": args}
-
-    def extend(self, trainer: Trainer) -> None:
-        """Let ``trainer``, which has been made, train as the mode does."""
+    def join(self, trainer: Trainer) -> None:
+        """Let ``trainer``, which has this callback and the model of the mode, train as the mode does."""
+        made: Any = trainer
+        made.optimizer_cls_and_kwargs = self._optimizer_factory, {"args": trainer.args}
         if not self._mode.uses_gradients:
             train_without_gradients(trainer)
         elif self._mode.updates_in_backward():
@@ -168,21 +149,29 @@ class _Prepared:
         functools.update_wrapper(self, model_init)  # the Trainer looks at its parameters
 
     def __call__(self, *args: Any) -> nn.Module:
-        return self._mode.prepare(self._model_init(*args))
+        return _prepared(self._mode, self._model_init(*args))
+
+
+def _prepared(mode: MemoryMode, model: nn.Module) -> nn.Module:
+    """``model`` as ``mode`` trains it. What is drawn later, such as the order of the data, is that of a run without it."""
+    states = process_states()
+    try:
+        return mode.prepare(model)
+    finally:
+        set_process_states(states)
 
 
 def _optim(args: TrainingArguments) -> str:
     return str(getattr(args.optim, "value", args.optim))
 
 
-def _refuse_twice(given: dict[str, Any]) -> None:
-    name = given["args"].memory_mode
-    optimizers = given.get("optimizers")
-    if optimizers is not None and optimizers[0] is not None:
+def _refuse_twice(trainer: Trainer, config: OffloadConfig) -> None:
+    if trainer.optimizer is not None:
         raise OffloadConfigError(
-            f"The Trainer was given an optimizer, and memory_mode={name!r} chooses one: drop one of them."
+            f"The Trainer was given an optimizer, and memory_mode={config.memory_mode!r} chooses one: drop one of them."
         )
-    if given.get("optimizer_cls_and_kwargs") is not None:
+    if trainer.optimizer_cls_and_kwargs is not None:
         raise OffloadConfigError(
-            f"The Trainer was given optimizer_cls_and_kwargs, and memory_mode={name!r} chooses the optimizer: drop one."
+            f"The Trainer was given optimizer_cls_and_kwargs, and memory_mode={config.memory_mode!r} chooses the optimizer: "
+            "drop one."
         )

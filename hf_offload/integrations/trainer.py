@@ -13,8 +13,8 @@ from transformers.training_args import ParallelMode
 from hf_offload.engine.stats import OffloadStats
 from hf_offload.errors import OffloadConfigError
 from hf_offload.integrations.checkpoints import checkpoint_folder
-from hf_offload.integrations.extended_trainer import extend_calling_trainer, snapshots_of_training
-from hf_offload.integrations.memory_modes import MemoryModeCallback
+from hf_offload.integrations.extended_trainer import calling_trainer, extend_calling_trainer, snapshots_of_training
+from hf_offload.integrations.memory_modes import MemoryModeCallback, apply_memory_mode
 from hf_offload.integrations.streamed import (
     ClipsStreamedGradients,
     has_own_state,
@@ -54,8 +54,12 @@ class OffloadCallback(TrainerCallback):
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         config = self.config_for(args)
+        mode = None if config is None else config.mode()
         if config is not None and config.without_mode().changes_a_run:
             extend_calling_trainer(self)
+        trainer = calling_trainer(self)
+        if config is not None and mode is not None and trainer is not None:
+            apply_memory_mode(trainer, mode, config)
 
     def on_train_begin(
         self,
@@ -214,8 +218,8 @@ def _for_prepared(config: OffloadConfig, trainer: Trainer | None) -> OffloadConf
     mode = config.mode()
     if mode is not None and not any(isinstance(one, MemoryModeCallback) for one in _callbacks_of(trainer)):
         raise OffloadConfigError(
-            f"memory_mode={config.memory_mode!r} changes the model and the optimizer, which a callback cannot: set "
-            "it in OffloadTrainingArguments."
+            f"memory_mode={config.memory_mode!r} changes the model and the optimizer as the Trainer is made: give the "
+            "callback to the Trainer's constructor, or set it in OffloadTrainingArguments."
         )
     if mode is None or mode.uses_gradients or config.params in (None, "none"):
         return config.without_mode()

@@ -200,9 +200,7 @@ def _build_trainer(
         **options,
     )
     if mode is not None:
-        # Not by the constructor: Seq2SeqTrainer's does not take it.
-        trainer.optimizer_cls_and_kwargs = of_mode.optimizer_cls_and_kwargs(arguments)
-        of_mode.extend(trainer)
+        of_mode.join(trainer)
     return trainer
 
 

@@ -162,6 +162,7 @@ def test_lora_is_what_peft_and_the_trainer_make_of_it(tmp_path):
     ours = trained(tmp_path, "lora", weight_decay=0.1)
     torch.manual_seed(0)
     model = tiny_model("llama")
+    transformers.set_seed(ours.args.seed)  # which the Trainer sets before its adapters are drawn
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     theirs = Trainer(
         model=peft.get_peft_model(
@@ -249,7 +250,7 @@ def test_model_init_and_the_parser(tmp_path):
 
 
 def test_other_trainers_are_left_alone(tmp_path):
-    arguments(tmp_path, "galore")  # from here on constructors are watched
+    arguments(tmp_path, "galore")
     usual = trainer(tmp_path, "none", {})
     plain = transformers.TrainingArguments(output_dir=str(tmp_path), max_steps=1, report_to="none", use_cpu=True)
     other = Trainer(model=tiny_model("llama"), args=plain, train_dataset=ExampleDataset("llama", 8))
