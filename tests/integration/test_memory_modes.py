@@ -12,7 +12,7 @@ import transformers
 from accelerate import Accelerator
 from transformers import HfArgumentParser, Trainer, TrainerCallback
 
-from hf_offload import OffloadConfigError, OffloadTrainingArguments
+from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, OffloadTrainingArguments
 from hf_offload.methods.blockwise import BlockwiseOptimizer
 from hf_offload.methods.projected import GaLoreConfig, ProjectedAdamW
 from hf_offload.settings.memory_modes import MODES, memory_mode
@@ -258,6 +258,44 @@ def test_other_trainers_are_left_alone(tmp_path):
         run.train()
         assert isinstance(run.optimizer.optimizer, torch.optim.AdamW)
         assert not any(type(one).__name__ == "MemoryModeCallback" for one in run.callback_handler.callbacks)
+
+
+def test_a_callback_that_has_a_mode(tmp_path):
+    """It changes what a Trainer's constructor is given, and nothing later."""
+    config = OffloadConfig(tier="none", memory_mode="lora", memory_mode_kwargs={"rank": 4})
+    plain = transformers.TrainingArguments(output_dir=str(tmp_path), max_steps=2, report_to="none", use_cpu=True)
+
+    def run(args, **others):
+        torch.manual_seed(0)
+        return Trainer(model=tiny_model("llama"), args=args, train_dataset=ExampleDataset("llama", 8), **others)
+
+    found = run(plain, callbacks=[OffloadCallback(config)])
+    by_arguments = run(
+        arguments(tmp_path, "lora", learning_rate=plain.learning_rate, max_steps=2, per_device_train_batch_size=8)
+    )
+    found.train()
+    by_arguments.train()
+    assert same(found.model, by_arguments.model)
+    late = run(plain)
+    late.add_callback(OffloadCallback(config))
+    with pytest.raises(OffloadConfigError, match="as the Trainer is made"):
+        late.train()
+
+
+def test_adapters_depend_on_the_seed_of_the_arguments_alone(tmp_path):
+    def adapters(seed, before):
+        torch.manual_seed(0)
+        model = tiny_model("llama")
+        torch.manual_seed(before)
+        run = Trainer(model, arguments(tmp_path, "lora", seed=seed), train_dataset=ExampleDataset("llama", 4))
+        return run.model, torch.rand(1)
+
+    (one, drawn), (other, drawn_then), (third, _) = adapters(1, 0), adapters(1, 5), adapters(2, 0)
+    assert same(one, other)
+    assert drawn == drawn_then
+    assert not same(one, third)
+    torch.manual_seed(1)
+    assert drawn == torch.rand(1)  # what comes later is drawn as without adapters
 
 
 @pytest.mark.parametrize("mode", ["lora", "lisa"])
