@@ -270,10 +270,10 @@ def test_a_callback_that_has_a_mode(tmp_path):
         return Trainer(model=tiny_model("llama"), args=args, train_dataset=ExampleDataset("llama", 8), **others)
 
     found = run(plain, callbacks=[OffloadCallback(config)])
+    found.train()
     by_arguments = run(
         arguments(tmp_path, "lora", learning_rate=plain.learning_rate, max_steps=2, per_device_train_batch_size=8)
     )
-    found.train()
     by_arguments.train()
     assert same(found.model, by_arguments.model)
     late = run(plain)
