@@ -67,9 +67,10 @@ EFFECTS = (
         {"memory mode": ("transformers.trainer.Trainer.__init__",)},
     ),
     Effect(
-        "disk tier, on first use",
-        "one os.register_at_fork() handler, so that no direct read runs during a fork",
-        dict.fromkeys((*_RUNS, *_STATE), ("fork handlers",)),
+        "disk tier or snapshots, on first use",
+        "one os.register_at_fork() handler, so that no direct read runs during a fork, and children do not keep the "
+        "connection to a snapshot process; with snapshots one atexit handler, so that a script that ends well leaves none",
+        dict.fromkeys((*_RUNS, *_STATE), ("fork handlers",)) | {"snapshots": ("atexit", "fork handlers")},
     ),
     Effect(
         "CPU, on first use",
@@ -80,12 +81,6 @@ EFFECTS = (
         "tier auto, until it is detached",
         "a hook after every optimizer's step notes which optimizers hold state",
         {"auto": ("torch.optim.optimizer._global_optimizer_post_hooks",)},
-    ),
-    Effect(
-        "snapshots, on first use",
-        "one atexit handler, so that a script that ends well leaves none, and one os.register_at_fork() handler, so that "
-        "children do not keep the connection",
-        {"snapshots": ("atexit", "fork handlers")},
     ),
     Effect(
         "hf_offload.run, command launch",
