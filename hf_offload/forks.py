@@ -36,17 +36,17 @@ def watch_forks(handler: ForkHandler) -> None:
 
 
 def _before() -> None:
-    for handler in list(_handlers):
+    for handler in _handlers:
         handler.before()
 
 
 def _after_in_parent() -> None:
-    for handler in list(_handlers):
+    for handler in _handlers:
         handler.after_in_parent()
 
 
 def _after_in_child() -> None:
     global _lock
     _lock = threading.Lock()  # another thread may have held the old one
-    for handler in list(_handlers):
+    for handler in _handlers:
         handler.after_in_child()

@@ -78,11 +78,6 @@ EFFECTS = (
         dict.fromkeys(_RUNS, ("mallopt",)),
     ),
     Effect(
-        "tier auto, until it is detached",
-        "a hook after every optimizer's step notes which optimizers hold state",
-        {"auto": ("torch.optim.optimizer._global_optimizer_post_hooks",)},
-    ),
-    Effect(
         "hf_offload.run, command launch",
         "Accelerator.__init__ is wrapped, so that every one offloads, and the package's log is shown",
         {"hf_offload.run": ("accelerate.accelerator.Accelerator.__init__", "logging.hf_offload")},

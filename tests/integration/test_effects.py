@@ -171,4 +171,4 @@ def test_doctor_names_what_each_way_changes_and_nothing_else(way, ran):
 
 
 def test_there_are_few():
-    assert len(EFFECTS) <= 6
+    assert len(EFFECTS) <= 5
