@@ -77,8 +77,12 @@ EFFECTS = (
         "mallopt() keeps freed memory in glibc's heap; a preloaded allocator is left alone",
         dict.fromkeys(_RUNS, ("mallopt",)),
     ),
+)
+
+# The same, in a process that a command starts to run a script.
+COMMANDS = (
     Effect(
-        "hf_offload.run, command launch",
+        "command launch, python -m hf_offload.run",
         "Accelerator.__init__ is wrapped, so that every one offloads, and the package's log is shown",
         {"hf_offload.run": ("accelerate.accelerator.Accelerator.__init__", "logging.hf_offload")},
     ),
@@ -91,7 +95,8 @@ WITHIN_A_STEP = (
     "bookkeeping of the engine, microseconds at a time: handlers of signals such as Ctrl-C's run right after it",
     "tier auto, in a step that is measured: hooks around every optimizer's step, and a dispatch mode that counts tensors",
 )
-CHILD_PROCESSES = (
+PROCESSES_OF_COMMANDS = (
+    *(f"{effect.when}: {effect.what}" for effect in COMMANDS),
     "command launch: when it ends, the kernel sends its processes SIGTERM, and half a minute later they are killed",
     "commands train, launch and bench on a CPU: processes may run with a better allocator, by LD_PRELOAD",
 )
@@ -102,7 +107,7 @@ FILES = (
 _HEADINGS = {
     "process-wide effects": tuple(f"{effect.when}: {effect.what}" for effect in EFFECTS),
     "effects within a step": WITHIN_A_STEP,
-    "effects on child processes": CHILD_PROCESSES,
+    "effects on processes that commands start": PROCESSES_OF_COMMANDS,
     "files that are kept": FILES,
 }
 
