@@ -107,8 +107,10 @@ def _note_failure() -> None:
 class switch_on:
     """Let every Accelerator that is made from now on offload as ``config`` says, until :meth:`off`.
 
-    A script's own plugin or callback takes precedence. A finder of modules that finds nothing: Python asks it before each
-    import, so that it knows when accelerate is there.
+    accelerate has neither callbacks nor entry points for that, so the constructor is wrapped, in a process that this module
+    owns. A script's own plugin or callback takes precedence.
+
+    A finder of modules that finds nothing: Python asks it before each import, so that it knows when accelerate is there.
     """
 
     def __init__(self, config: OffloadConfig):

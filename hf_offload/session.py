@@ -373,7 +373,15 @@ class OffloadSession:
             optimizer = self.ranks.each(lambda: mode.prepare_optimizer(model, given))
         if self._state is not None:
             self._state.prepare(model, optimizer)
+        self.watch_optimizer(optimizer)
         return optimizer
+
+    def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let plans of tier ``auto`` count the state of ``optimizer``, whenever it comes, which stays where it is otherwise.
+        :meth:`prepare_optimizer` does, too. Idempotent.
+        """
+        if self._automatic is not None:
+            self._automatic.watch_optimizer(optimizer)
 
     @property
     def residency(self) -> Weights | None:

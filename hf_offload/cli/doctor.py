@@ -62,9 +62,9 @@ EFFECTS = (
         ),
     ),
     Effect(
-        "disk tier and snapshots, on first use",
-        "handlers of os.register_at_fork(), so that no direct read runs during a fork, and children do not keep the "
-        "connection to a snapshot process; with snapshots an atexit handler, so that a script that ends well leaves none",
+        "disk tier or snapshots, on first use",
+        "one os.register_at_fork() handler, so that no direct read runs during a fork, and children do not keep the "
+        "connection to a snapshot process; with snapshots one atexit handler, so that a script that ends well leaves none",
         dict.fromkeys((*_RUNS, *_STATE), ("fork handlers",)) | {"snapshots": ("atexit", "fork handlers")},
     ),
     Effect(
@@ -72,16 +72,12 @@ EFFECTS = (
         "mallopt() keeps freed memory in glibc's heap; a preloaded allocator is left alone",
         dict.fromkeys(_RUNS, ("mallopt",)),
     ),
-    Effect(
-        "tier auto, until it is detached",
-        "a hook after every optimizer's step notes which optimizers hold state",
-        {"auto": ("torch.optim.optimizer._global_optimizer_post_hooks",)},
-    ),
 )
-# Of processes that commands start, these in addition.
-OF_COMMANDS = (
+
+# The same, in a process that a command starts to run a script.
+COMMANDS = (
     Effect(
-        "hf_offload.run, which command launch starts",
+        "command launch, python -m hf_offload.run",
         "Accelerator.__init__ is wrapped, so that every one offloads, and the package's log is shown",
         {"hf_offload.run": ("accelerate.accelerator.Accelerator.__init__", "logging.hf_offload")},
     ),
@@ -94,7 +90,8 @@ WITHIN_A_STEP = (
     "bookkeeping of the engine, microseconds at a time: handlers of signals such as Ctrl-C's run right after it",
     "tier auto, in a step that is measured: hooks around every optimizer's step, and a dispatch mode that counts tensors",
 )
-CHILD_PROCESSES = (
+PROCESSES_OF_COMMANDS = (
+    *(f"{effect.when}: {effect.what}" for effect in COMMANDS),
     "command launch: when it ends, the kernel sends its processes SIGTERM, and half a minute later they are killed",
     "commands train, launch and bench on a CPU: processes may run with a better allocator, by LD_PRELOAD",
 )
@@ -105,7 +102,7 @@ FILES = (
 _HEADINGS = {
     "process-wide effects": tuple(f"{effect.when}: {effect.what}" for effect in EFFECTS),
     "effects within a step": WITHIN_A_STEP,
-    "effects on child processes": (*(f"{effect.when}: {effect.what}" for effect in OF_COMMANDS), *CHILD_PROCESSES),
+    "effects on processes that commands start": PROCESSES_OF_COMMANDS,
     "files that are kept": FILES,
 }
 

@@ -236,6 +236,8 @@ class OffloadedAccelerator:
         for key in self._optimizers.keys() - {id(optimizer) for optimizer in accelerator._optimizers}:
             self._optimizers.pop(key).remove()
         for optimizer in accelerator._optimizers:
+            for session in self._sessions:
+                session.watch_optimizer(optimizer.optimizer)
             register = getattr(optimizer.optimizer, "register_step_post_hook", None)
             if id(optimizer) not in self._optimizers and register is not None:
                 self._optimizers[id(optimizer)] = register(

@@ -49,11 +49,16 @@ def _step_as_streamed(wrapper: AcceleratedOptimizer, optimizer: Any) -> None:
     wrapper._optimizer_patched_step_method = patch_optimizer_step(wrapper, optimizer.step)
 
 
-def own_resident_state(optimizer: Any) -> None:
-    """Copy what stays in memory of the state: it may lie in a checkpoint's file, which another one can take the place of."""
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer in accelerate's wrappers."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
-    for state in list(optimizer.state.values()):
+    return optimizer
+
+
+def own_resident_state(optimizer: Any) -> None:
+    """Copy what stays in memory of the state: it may lie in a checkpoint's file, which another one can take the place of."""
+    for state in list(unwrapped(optimizer).state.values()):
         for name, value in state.items():
             if type(value) is Tensor and parked_of(value) is None:
                 state[name] = value.clone()
@@ -106,7 +111,5 @@ class ClipsStreamedGradients(Accelerator):
 
 
 def _streams_gradients(optimizer: Any) -> bool:
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    streaming = streaming_of(optimizer)
+    streaming = streaming_of(unwrapped(optimizer))
     return streaming is not None and streaming.streams_gradients

@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.training_args import ParallelMode
@@ -21,6 +20,7 @@ from hf_offload.integrations.streamed import (
     own_resident_state,
     refuse_own_state,
     stream_prepared,
+    unwrapped,
 )
 from hf_offload.integrations.summary import card_lines, has_summary, log_entries, show_summary, summary_lines
 from hf_offload.planning.shape_plan import Prediction
@@ -95,6 +95,8 @@ class OffloadCallback(TrainerCallback):
         own = trainer is not None and has_own_state(trainer.accelerator)
         if config.optimizer not in (None, "none") or (config.state_place == "auto" and not own):
             self._stream_optimizer(args, model, optimizer, trainer)
+        else:
+            self.session.watch_optimizer(unwrapped(optimizer))
         if self.session.active:
             logger.info("Offloading activations: %s.", self.session.plan.reason)
         if steps is not None:
@@ -315,7 +317,6 @@ def _is_of(trainer: Trainer, method: str, libraries: Iterable[str]) -> bool:
 
 def _has_hooks(optimizer: Any) -> bool:
     """Whether others than this package are called before or after the steps of ``optimizer``."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
+    optimizer = unwrapped(optimizer)
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     return any(not (getattr(one, "__module__", None) or "").startswith("hf_offload.") for one in hooks)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from hf_offload.engine.device import device_of
 from hf_offload.engine.hooks import Engine
@@ -179,6 +180,10 @@ class AutomaticPlan:
         """A forward has ended in this thread."""
         self._forward.end()
 
+    def watch_optimizer(self, optimizer: Optimizer) -> None:
+        """Count the state of ``optimizer``, whenever it comes. Other optimizers are seen in steps that are measured."""
+        self._state.watch(optimizer)
+
     def begin_evaluation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool) -> None:
         """A forward of the whole model without gradients begins. It is measured for its figure if it is larger than those
         before: twice as large, for generation has a longer row each time.
@@ -210,8 +215,8 @@ class AutomaticPlan:
                 self._note_evaluation(meter.evaluated_bytes)
 
     def _begin_measuring(self, model: nn.Module) -> StepMeter:
-        overhead, state = self._overhead, self._state
-        meter = StepMeter(model, self._engine.resident_bytes, overhead.seconds, state.nbytes, state.elsewhere)
+        resident_bytes, waited_s, state = self._engine.resident_bytes, self._overhead.seconds, self._state
+        meter = StepMeter(model, resident_bytes, waited_s, state.nbytes, state.elsewhere, state.note)
         meter.begin(self._engine.resident_storages())
         return meter
 

@@ -27,7 +27,7 @@ class StepMeter(StepRecorder):
 
     ``resident_bytes`` says how many bytes of saved tensors the engine holds in memory, ``waited_s`` how long it has kept the
     training waiting in all: neither is the model's doing. ``state_bytes`` says how many the optimizers hold, ``elsewhere``
-    which weights are another session's, by their ids.
+    which weights are another session's, by their ids. ``on_step`` is called after each step of an optimizer.
 
     A step ends with the last optimizer's step: what follows before the next forward with gradients is not part of it. Nor is
     evaluation, a forward without gradients while no backward is awaited, and what follows it until training goes on.
@@ -45,11 +45,13 @@ class StepMeter(StepRecorder):
         waited_s: Callable[[], float],
         state_bytes: Callable[[], int],
         elsewhere: Callable[[], Container[int]] = frozenset,
+        on_step: Callable[[torch.optim.Optimizer], None] | None = None,
     ):
         super().__init__(model)
         self._resident_bytes = resident_bytes
         self._find_state_bytes = state_bytes
         self._find_elsewhere = elsewhere
+        self._on_step = on_step
         self._state_bytes = self._state_before = 0
         self._optimizer_live = 0  # at most while an optimizer steps, behind backward
         self._saved_times = SavedTimes()
@@ -321,6 +323,8 @@ class StepMeter(StepRecorder):
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._model_ref() is None:
             return
+        if self._on_step is not None:
+            self._on_step(optimizer)
         self._clean_up()
         elsewhere = self._find_elsewhere()
         if is_elsewhere(optimizer, elsewhere):

@@ -1,5 +1,6 @@
-"""How much memory optimizers hold: whichever steps, and whenever what it keeps comes."""
+"""How much memory optimizers hold, whenever what they keep comes."""
 
+import functools
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
@@ -7,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from hf_offload.state.optimizer import state_per_weight, streaming_of
 from hf_offload.state.registry import parked_of
 from hf_offload.storage.service import models_in_use
+from hf_offload.surgery import InertInCopies
 from hf_offload.tensors import nbytes_of
 
 _WITHOUT_A_LOOK = 0.5
@@ -22,8 +24,8 @@ _MOST_STATE = 4
 
 
 class OptimizerState:
-    """The state, on the device of ``model``, of all optimizers that step from now on, until :meth:`close`. That of weights
-    which are another session's is not part of it. ``on_step`` is called after each of their steps.
+    """The state, on the device of ``model``, of the optimizers that step while they are watched, until :meth:`close`. That of
+    weights which are another session's is not part of it. ``on_step`` is called after each of their steps.
 
     Momenta come with an optimizer's first step, which may be later than the first step of a run: a gradient scaler leaves
     steps out, a second optimizer begins later.
@@ -35,11 +37,23 @@ class OptimizerState:
         self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
         # No callbacks: Ctrl-C would get lost in one that is not of C (see interrupts.py).
         self._stepped: dict[int, weakref.ref[Optimizer]] = {}
-        self._handle = register_optimizer_step_post_hook(self._note)
+        # An optimizer keeps its hooks, and may outlive the session.
+        self._hook = InertInCopies(functools.partial(_note, weakref.ref(self)))
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """:meth:`note` the steps of ``optimizer`` from now on. Idempotent. One that calls no hooks, such as another library's
+        wrapper, is passed over: the optimizer in it is seen in a step that is measured.
+        """
+        hooks = getattr(optimizer, "_optimizer_step_post_hooks", None)
+        if hooks is not None and all(hook is not self._hook for hook in hooks.values()):
+            self._handles.append(optimizer.register_step_post_hook(self._hook))
 
     def close(self) -> None:
         """Look at no more steps. Idempotent."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def nbytes(self) -> int:
         """Bytes that they hold now. Step counters are left out."""
@@ -64,10 +78,18 @@ class OptimizerState:
         others = {id(p) for model in models_in_use() if model is not own for p in model.parameters()}
         return frozenset(others.difference(map(id, own.parameters())) if others else ())
 
-    def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def note(self, optimizer: Optimizer) -> None:
+        """``optimizer`` has stepped."""
+        self.watch(optimizer)
         self._stepped[id(optimizer)] = weakref.ref(optimizer)
         if not is_elsewhere(optimizer, self.elsewhere()):
             self._on_step()
+
+
+def _note(reference: "weakref.ref[OptimizerState]", optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    state = reference()
+    if state is not None:
+        state.note(optimizer)
 
 
 def state_of(optimizer: Optimizer, elsewhere: Container[int] = ()) -> Iterator[torch.Tensor]:

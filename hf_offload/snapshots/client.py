@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_offload.errors import SnapshotError
+from hf_offload.forks import ForkHandler, watch_forks
 from hf_offload.snapshots import process
 
 _ANSWER_S = 60.0
@@ -33,6 +34,9 @@ _PROGRAM = "import sys; sys.path.append(sys.argv[1]); from snapshots.process imp
 
 _started: "list[subprocess.Popen[bytes]]" = []
 """By this process: no zombie stays once one of them has ended and another one is started."""
+
+_joined: list[socket.socket] = []
+"""Connections that close with this process, whatever its children do."""
 
 
 def address_of(training: str, rank: int = 0) -> bytes:
@@ -72,8 +76,10 @@ class SnapshotClient:
                 client = cls(connection)
                 try:
                     client.status = client.ask("join" if join else "status")
-                    if join:  # it closes with this process, whatever its children do
-                        os.register_at_fork(after_in_child=connection.close)
+                    if join:
+                        _joined[:] = [each for each in _joined if each.fileno() >= 0]
+                        _joined.append(connection)
+                        watch_forks(_children)
                     return client
                 except ConnectionError:
                     client.close()
@@ -166,13 +172,26 @@ _ended: dict[str, SnapshotClient | None] = {}
 """Trainings that have ended well in this process, by number, and what retains their snapshots. A fork has none."""
 
 
+class _Children(ForkHandler):
+    """They train nothing: connections and what is retained are their parent's."""
+
+    def after_in_child(self) -> None:
+        for connection in _joined:
+            connection.close()
+        _joined.clear()
+        _ended.clear()
+
+
+_children = _Children()
+
+
 def retain(training: str, client: SnapshotClient) -> None:
     """The training with this number has ended well. What its snapshot process holds stays until the script has, or until
     another training begins.
     """
     if not _ended:
         atexit.register(_at_exit)
-        os.register_at_fork(after_in_child=_ended.clear)
+        watch_forks(_children)
     _ended[training] = client
 
 

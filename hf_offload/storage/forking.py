@@ -7,11 +7,12 @@ waited for and new ones are held; afterwards the parent goes on and the child's 
 
 import contextlib
 import errno
-import os
 import threading
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from hf_offload.forks import ForkHandler, watch_forks
 
 if TYPE_CHECKING:
     from hf_offload.storage.disk import DiskTier
@@ -62,44 +63,44 @@ class Gate:
             self._changed.notify_all()
 
 
-class _Watch:
-    """The tiers that are open in this process, and the handler over them."""
+class _Held(threading.local):
+    """The tiers that a fork of this thread holds back."""
+
+    tiers: "tuple[DiskTier, ...]" = ()
+
+
+class _Watch(ForkHandler):
+    """The tiers that are open in this process."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.tiers: weakref.WeakSet[DiskTier] = weakref.WeakSet()
-        self.held = threading.local()
-        self.registered = False
+        self.held = _Held()
 
     def add(self, tier: "DiskTier") -> None:
         with self.lock:
             self.tiers.add(tier)
-            if not self.registered and hasattr(os, "register_at_fork"):
-                os.register_at_fork(
-                    before=self.before, after_in_parent=self.after_in_parent, after_in_child=self.after_in_child
-                )
-                self.registered = True
+        watch_forks(self)
 
     def before(self) -> None:
         with self.lock:
-            self.held.tiers = list(self.tiers)
+            self.held.tiers = tuple(self.tiers)
         for tier in self.held.tiers:
             tier.gate.hold()
 
     def after_in_parent(self) -> None:
         for tier in self.held.tiers:
             tier.gate.release()
-        self.held.tiers = []
+        self.held.tiers = ()
 
     def after_in_child(self) -> None:
         self.lock = threading.Lock()  # another thread may have held the old one
-        tiers, self.held.tiers = self.held.tiers, []
+        tiers, self.held.tiers = self.held.tiers, ()
         self.tiers = weakref.WeakSet()
         for tier in tiers:
             tier.abandon_in_child()
 
 
-# Handlers cannot be unregistered, so there is one for the process, over weak references.
 _watch = _Watch()
 
 

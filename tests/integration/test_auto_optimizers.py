@@ -1,12 +1,17 @@
 """Budgets of runs whose optimizers hold more than at first, less than others, or step in other places."""
 
+import copy
+import gc
+import pickle
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 from hf_offload import OffloadConfig, attach, offload_activations
 from hf_offload.errors import OffloadError, OffloadPlanError
-from hf_offload.planning.optimizer_state import state_of
+from hf_offload.planning.optimizer_state import OptimizerState, state_of
 
 WIDTH, ROWS, MIB = 256, 512, 1 << 20
 
@@ -48,6 +53,7 @@ def late(model):
             optimizer.step()
         optimizer.zero_grad()
 
+    step.optimizers = [optimizer]
     return step
 
 
@@ -58,6 +64,7 @@ def another(model):
     def step(index, loss):
         plain(optimizers[index >= 2])(index, loss)
 
+    step.optimizers = optimizers
     return step
 
 
@@ -69,7 +76,11 @@ def in_turns(model):
         plain(optimizers[index % 2])(index, loss)
         model.zero_grad()
 
+    step.optimizers = optimizers
     return step
+
+
+PREPARED = (late, another, in_turns)
 
 
 def in_backward(model):
@@ -86,14 +97,17 @@ def in_backward(model):
 
 
 def train(make_step, budget, directory, steps=6):
-    """What was measured of the steps under plans, and the weights."""
+    """What was measured of the steps under plans, and the weights. Optimizers that the step names are prepared."""
     model = net()
-    config = OffloadConfig(tier="auto", directory=directory, memory_budget=budget, min_bytes=4096)
+    places = dict.fromkeys(("params", "optimizer"), "none" if make_step in PREPARED else None)
+    config = OffloadConfig(tier="auto", directory=directory, memory_budget=budget, min_bytes=4096, **places)
     if budget is None:
         config = OffloadConfig(tier="none")
     step = make_step(model)
     measured = []
     with offload_activations(model, config) as session:
+        for optimizer in getattr(step, "optimizers", ()):
+            session.prepare_optimizer(optimizer)
         for index in range(steps):
             step(index, model(batch(index)).square().mean())
             session.end_step()
@@ -106,7 +120,7 @@ def state_bytes(model, factor):
     return factor * sum(parameter.nbytes for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("make_step", [late, another, in_turns])
+@pytest.mark.parametrize("make_step", PREPARED)
 def test_state_that_comes_later_is_within_the_budget(make_step, tmp_path):
     _, expected = train(make_step, None, tmp_path)
     fixed = state_bytes(net(), 4)  # weights, gradients, momenta
@@ -283,3 +297,46 @@ def test_state_of_another_sessions_weights_is_not_counted(make, tmp_path):
         assert session.forecast.fixed_bytes == counted
         session.detach()
     assert len({id(plan) for plan in plans[1:]}) == 1  # what the other one does is no reason to plan again
+
+
+def _prepared(tmp_path):
+    model = net()
+    config = OffloadConfig(tier="auto", params="none", optimizer="none", directory=tmp_path, memory_budget=64 * MIB)
+    session = attach(model, config)
+    return model, session, session.prepare_optimizer(torch.optim.AdamW(model.parameters()))
+
+
+def test_an_optimizer_has_one_hook_until_the_session_is_detached(tmp_path):
+    model, session, optimizer = _prepared(tmp_path)
+    seen = torch.optim.SGD(model.parameters(), lr=0.1)  # never prepared, and seen in the measured step
+    for step in range(3):
+        session.prepare_optimizer(optimizer)
+        model(batch(step)).square().mean().backward()
+        for one in (optimizer, seen):
+            one.step()
+        session.end_step()
+    for one in (optimizer, seen):
+        assert len(one._optimizer_step_post_hooks) == 1
+        for other in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+            other.step()
+    session.detach()
+    assert not optimizer._optimizer_step_post_hooks
+    assert not seen._optimizer_step_post_hooks
+
+
+def test_hooks_of_optimizers_keep_nothing_alive():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = OptimizerState(model, lambda: None)
+    state.watch(optimizer)
+    gc.disable()
+    try:
+        found = weakref.ref(state)
+        del state
+        assert found() is None
+        optimizer.step()  # a hook of nothing
+        found = weakref.ref(optimizer)
+        del optimizer
+        assert found() is None
+    finally:
+        gc.enable()

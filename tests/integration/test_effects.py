@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hf_offload.cli.doctor import EFFECTS, OF_COMMANDS
+from hf_offload.cli.doctor import COMMANDS, EFFECTS
 
 # One process imports what takes longest, and trains once; each way has a fork of it, the first to import the package.
 IMPORTS = """
@@ -166,9 +166,9 @@ def test_doctor_names_what_each_way_changes_and_nothing_else(way, ran):
     folder, status = ran[way]
     assert status == 0, (folder / "log").read_text()
     found = set(json.loads((folder / "found.json").read_text()))
-    named = {changed for effect in (*EFFECTS, *OF_COMMANDS) for changed in effect.changes.get(way, ())}
+    named = {changed for effect in (*EFFECTS, *COMMANDS) for changed in effect.changes.get(way, ())}
     assert found == named
 
 
 def test_there_are_few():
-    assert len(EFFECTS) <= 4
+    assert len(EFFECTS) <= 3

@@ -41,7 +41,7 @@ def test_json_is_pure_and_complete(run, tmp_path):
     effects = " ".join(facts["process_wide_effects"])
     for word in ("mallopt", "register_at_fork", "table of reporters"):
         assert word in effects
-    for heading in ("effects_within_a_step", "effects_on_child_processes", "files_that_are_kept"):
+    for heading in ("effects_within_a_step", "effects_on_processes_that_commands_start", "files_that_are_kept"):
         assert facts[heading]
     assert list(other.iterdir()) == []
 
