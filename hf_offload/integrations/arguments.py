@@ -85,8 +85,9 @@ class OffloadArguments(_Declared):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
+        is_mode = name == argument("memory_mode") and isinstance(value, str) and value != NONE
         names = vars(self).get("report_to")
-        if name == argument("memory_mode") and value != NONE and isinstance(names, list) and REPORT_NAME not in names:
+        if is_mode and isinstance(names, list) and REPORT_NAME not in names:
             names.insert(0, REPORT_NAME)  # by which the Trainer finds the callback
 
     def _value(self, field: str) -> Any:
