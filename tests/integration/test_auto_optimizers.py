@@ -308,6 +308,7 @@ def _prepared(tmp_path):
 
 def test_an_optimizer_has_one_hook_until_the_session_is_detached(tmp_path):
     model, session, optimizer = _prepared(tmp_path)
+    assert len(optimizer._optimizer_step_post_hooks) == 1  # before any step that is measured
     seen = torch.optim.SGD(model.parameters(), lr=0.1)  # never prepared, and seen in the measured step
     for step in range(3):
         session.prepare_optimizer(optimizer)

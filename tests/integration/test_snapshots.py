@@ -420,10 +420,11 @@ def test_a_child_that_outlives_its_training_does_not_hold_the_snapshot_process(t
     training = os.fork()
     if training == 0:
         try:
-            SnapshotClient.connect(address, join=True)
-            child = os.fork()
+            held = SnapshotClient.connect(address, join=True)
+            child = os.fork()  # which has it, too
             os.write(bears, child.to_bytes(4, "little")) if child else signal.pause()
         finally:
+            del held
             os._exit(0)
     child = int.from_bytes(os.read(born, 4), "little")
     os.waitpid(training, 0)
