@@ -370,3 +370,17 @@ def test_relu_lets_through_what_torch_lets_through():
         function(leaf).backward(torch.arange(1.0, 10.0))
     assert torch.equal(packed.grad, usual.grad)
     assert torch.equal(packed_relu(values).isnan(), torch.relu(values).isnan())
+
+
+def test_a_formula_goes_with_its_tensor_and_is_of_no_other():
+    """Another tensor may have the address of one that has gone."""
+    hidden = numbers(8, WIDTH).requires_grad_()
+    recipes = Formulas()
+    made, other = hidden.sin(), hidden.cos()
+    recipes.remember(made, Formula((hidden,), torch.sin))
+    assert recipes.of(made) is not None
+    recipes._known[id(other)] = recipes._known[id(made)]
+    assert recipes.of(other) is None
+    del recipes._known[id(other)]
+    del made
+    assert not recipes._known
