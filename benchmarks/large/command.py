@@ -27,8 +27,8 @@ from hf_offload.settings.sizes import parse_bytes
 _SHAPE = Shape()
 _PICTURED_SAMPLES = 300
 _END_S = 30
-_LEARNING = 3
-"""Steps of a plan that is made while training: each may be measured, and followed by another plan."""
+_LEARNING = 4
+"""Most steps in which a plan is made while training: each may be measured, and lead to another one that is."""
 
 
 def large(
@@ -145,8 +145,15 @@ def _of_plan(shape: Shape, steps: list[dict[str, Any]]) -> dict[str, Any]:
     """What the plan predicted before the steps that count."""
     if not shape.automatic:
         return {}
-    planned = steps[_LEARNING - 1]["planned"]
+    planned = steps[_steps_before(shape, steps) - 1]["planned"]
     return {"peak_bytes": planned["peak_bytes"], "step_s": planned["step_s"]}
+
+
+def _steps_before(shape: Shape, steps: list[dict[str, Any]]) -> int:
+    """How many steps come before those that are measured: the first has no state to read, and a plan is made in some."""
+    if not shape.automatic:
+        return 1
+    return 1 + next(number for number, one in enumerate(steps) if one["planned"] is not None)
 
 
 def _measured(
@@ -158,8 +165,7 @@ def _measured(
     }
 
     def of_steps(name: str) -> float:
-        # The first one has no state to read.
-        return statistics.median(one[name] for one in steps[_LEARNING if shape.automatic else 1 :])
+        return statistics.median(one[name] for one in steps[_steps_before(shape, steps) :])
 
     moved = of_steps("read_bytes") + of_steps("written_bytes")
     measured = {
@@ -184,9 +190,10 @@ def rows_of(found: dict[str, Any]) -> list[tuple[str, str, str]]:
     def gigabytes(name: str) -> tuple[str, str]:
         return tuple(f"{each[name] / 1e9:.2f} GB" for each in (predicted, measured))  # type: ignore[return-value]
 
+    anonymous = measured.get("anonymous_bytes")  # which earlier runs did not measure
     return [
         ("peak of the process", *gigabytes("peak_bytes")),
-        ("the same without cached pages of files", "-", f"{measured['anonymous_bytes'] / 1e9:.2f} GB"),
+        *([] if anonymous is None else [("the same without cached pages of files", "-", f"{anonymous / 1e9:.2f} GB")]),
         ("step", f"{predicted['step_s']:.1f} s", f"{measured['step_s']:.1f} s"),
         ("roofline: computation in memory", "-", f"{measured['compute_s']:.1f} s"),
         ("roofline: transfers", "-", f"{measured['drive_s']:.1f} s"),
