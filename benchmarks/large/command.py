@@ -28,7 +28,7 @@ _SHAPE = Shape()
 _PICTURED_SAMPLES = 300
 _END_S = 30
 _LEARNING = 4
-"""Most steps in which a plan is made while training: each may be measured, and lead to another one that is."""
+"""Steps that a plan usually takes: one is measured, and another one where state or elementwise operations are elsewhere."""
 
 
 def large(
@@ -117,8 +117,8 @@ def _run(shape: Shape, folder: str, limit: int, seconds: float) -> dict[str, Any
                     highlight=False,
                 )
             progress.update(task, description=f"step {len(steps) + 1}")
-    if len(steps) < (1 + _LEARNING if shape.automatic else 2):
-        raise OffloadError("No step was measured within --minutes.")
+    if len(steps) <= _steps_before(shape, steps):
+        raise OffloadError("No step was measured: give more --minutes, or more --steps.")
     return _result(shape, expected, [before, _roofline(shape, folder)], made, steps)
 
 
@@ -153,7 +153,7 @@ def _steps_before(shape: Shape, steps: list[dict[str, Any]]) -> int:
     """How many steps come before those that are measured: the first has no state to read, and a plan is made in some."""
     if not shape.automatic:
         return 1
-    return 1 + next(number for number, one in enumerate(steps) if one["planned"] is not None)
+    return next((number for number, one in enumerate(steps, 1) if one["planned"] is not None), len(steps))
 
 
 def _measured(

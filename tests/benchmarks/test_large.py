@@ -85,3 +85,11 @@ def test_what_cannot_be_is_refused_before_the_model_is_made(tmp_path, arguments,
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
     assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize("way", ["", "--auto --steps 5 --budget 4GiB"])
+def test_a_run_that_ends_before_a_step_is_measured_is_an_error(tmp_path, way):
+    result = _run(f"{SMALL} --minutes 0 {way}", "--directory", str(tmp_path), "--output", str(tmp_path / "results"))
+    assert result.exit_code == 1
+    assert "give more --minutes, or more --steps" in " ".join(result.output.split())
+    assert not (tmp_path / "results").exists()
