@@ -40,7 +40,7 @@ from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.snapshots.loops import LoopSnapshots, expect_snapshots, refuse_loop
 from hf_offload.state.optimizer import clip_grad_norm_
-from hf_offload.state.saved import follow_saved
+from hf_offload.state.saved import hook_saved_weights
 from hf_offload.state.units import pinned
 from hf_offload.state.weights import Weights, run_storage
 from hf_offload.storage.opening import open_tier
@@ -173,7 +173,7 @@ class OffloadSession:
         self._state = ModelState(model, config, self._storage, self.ranks)
         if not self._plan.moves or not trains_anything(model) or not self._saves_anything:
             if self._state.residency is not None:
-                self._saving = follow_saved(model)
+                self._saving = hook_saved_weights(model)
             return
         device = open_device(device_of(model))
         if automatic:

@@ -17,7 +17,7 @@ from hf_offload.planning.ranks import part_of
 from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.state.refusals import refuse_processes
-from hf_offload.state.weights import Weights, may_leave, memory_for_weights, open_weights, place_for, settle
+from hf_offload.state.weights import Weights, memory_for_weights, open_weights, place_for, settle, weight_may_leave
 from hf_offload.storage.file_systems import free_disk_bytes
 from hf_offload.storage.opening import named_directories
 from hf_offload.storage.service import RunStorage, share_storage
@@ -81,7 +81,7 @@ class Arrivals:
             return
         if self._place is None:
             self._choose(parameter.device.type == "cpu")
-        if self._residency is None or not may_leave(parameter, self._config):
+        if self._residency is None or not weight_may_leave(parameter, self._config):
             return
         if parameter.untyped_storage().nbytes() != parameter.nbytes:
             parameter.data = (

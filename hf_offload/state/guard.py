@@ -97,7 +97,7 @@ def _itself(tensor: Tensor) -> Tensor:
 keep_in_memory: Callable[[list[Any]], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 """A block in which tensors are in memory, and stay: units know how."""
 as_saved: Callable[[Tensor], Tensor] = _itself
-"""What a state dict has of a tensor: :mod:`~hf_offload.state.lent` knows."""
+"""What a state dict has of a tensor: :mod:`~hf_offload.state.state_dict_copies` knows."""
 
 
 class Debt:

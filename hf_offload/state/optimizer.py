@@ -1,4 +1,10 @@
-"""The user's own optimizer, whose state and gradients leave memory: :func:`stream`."""
+"""The user's own optimizer, whose state and gradients leave memory: :func:`stream`.
+
+Note: classes that are not in the table
+    The step of another class may look at all weights together, count, or draw random numbers. It runs as it is, as a whole.
+    On an accelerator, gradients and state are in memory for the step, and leave after it; on a CPU, it reads and writes them
+    where they are mapped. That is exact for any class.
+"""
 
 import collections
 import weakref
@@ -7,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -16,18 +23,42 @@ from hf_offload.plan.rules import PART_BYTES, STATE_WINDOW_BYTES
 from hf_offload.state import guard
 from hf_offload.state.clip import clip_parked
 from hf_offload.state.gradients import gradient_of
-from hf_offload.state.known import state_per_weight as state_per_weight_of
-from hf_offload.state.known import steps_by_weight, steps_in_parts
-from hf_offload.state.lent import check_loaded, saved
 from hf_offload.state.parameter import StreamedParameter
 from hf_offload.state.registry import before_user_code
-from hf_offload.state.shadow import Shadow, make_shadow, options_of, step_of
+from hf_offload.state.shadow import Shadow, attributes_of, make_shadow, options_of, step_of
+from hf_offload.state.state_dict_copies import check_loaded, for_state_dict
 from hf_offload.state.step import Streaming
 from hf_offload.state.units import pinned
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE, RunStorage
 from hf_offload.storage.store import Store
 from hf_offload.storage.tier import Tier
 from hf_offload.surgery import Undo, extend
+
+_BY_ELEMENT = {
+    "torch.optim.adadelta.Adadelta",
+    "torch.optim.adagrad.Adagrad",
+    "torch.optim.adam.Adam",
+    "torch.optim.adamax.Adamax",
+    "torch.optim.adamw.AdamW",
+    "torch.optim.asgd.ASGD",
+    "torch.optim.nadam.NAdam",
+    "torch.optim.radam.RAdam",
+    "torch.optim.rmsprop.RMSprop",
+    "torch.optim.rprop.Rprop",
+    "torch.optim.sgd.SGD",
+}
+"""The update of an element depends on that element alone, so that a weight may step in parts."""
+_BY_WEIGHT = {
+    "torch.optim.Adafactor",
+    "torch.optim.Muon",
+    "transformers.optimization.Adafactor",
+}
+_BITSANDBYTES = "bitsandbytes.optim."
+_OVERRIDES = ("module_weight_config_triple", "pid2config", "index2config")
+_LARGE = (264, 260)
+"""A matrix that is large enough for classes that factor their state, or quantise it, from 128 or 256 elements on."""
+_USUAL_STATE = 2.0
+"""AdamW's, of a class that is not in the table."""
 
 _streamed: "weakref.WeakKeyDictionary[Optimizer, Streaming]" = weakref.WeakKeyDictionary()
 
@@ -82,7 +113,7 @@ def stream(
     optimizer without this. ``open_tier`` opens the tier of an account, ``names`` are those of parameters, by their id.
     Unless it ``must_stream``, parameters whose gradients turn out to be sparse stay in memory.
 
-    An optimizer of a class that is not :mod:`known <hf_offload.state.known>` steps as a whole.
+    An optimizer of a class that is not :mod:`known <hf_offload.state.optimizer>` steps as a whole.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for an optimizer whose ``step`` was replaced, and unless it
     ``must_stream`` for one that steps as a whole.
@@ -128,9 +159,46 @@ def check_streamable(optimizer: Optimizer, must_stream: bool = False) -> None:
         )
 
 
+def steps_in_parts(kind: type[Optimizer]) -> bool:
+    """Whether a weight may step in parts."""
+    return _name(kind) in _BY_ELEMENT
+
+
+def steps_by_weight(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
+    """Whether ``kind``, the class of ``optimizer``, steps each weight by its gradient, its state and its group's options.
+    Shards of FSDP2 step as a whole.
+    """
+    if any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]):
+        return False
+    if _name(kind).startswith(_BITSANDBYTES):
+        # Options for single weights are found by the place of a weight in the groups.
+        manager = vars(optimizer).get("mng")
+        return not any(getattr(manager, name, None) for name in _OVERRIDES)
+    return _name(kind) in _BY_ELEMENT | _BY_WEIGHT
+
+
+def _name(kind: type[Optimizer]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def state_per_weight(optimizer: Optimizer) -> float:
-    """Bytes of state for each byte of a large weight, whether ``optimizer`` is streamed or not."""
-    return state_per_weight_of(optimizer, type(optimizer) if streaming_of(optimizer) is None else _own_class(optimizer))
+    """Bytes of state that ``optimizer`` keeps for each byte of a large weight: the most of its groups."""
+    kind = type(optimizer) if streaming_of(optimizer) is None else _own_class(optimizer)
+    if not steps_by_weight(optimizer, kind):
+        return _USUAL_STATE
+    shadow, most = Shadow(optimizer, kind), 0.0
+    attributes = attributes_of(optimizer)
+    for group in optimizer.param_groups:
+        examples = [p for p in group["params"] if p.requires_grad]
+        if not examples:
+            continue
+        weight = torch.zeros(_LARGE, dtype=examples[0].dtype, device=examples[0].device)
+        weight.grad = torch.ones_like(weight)
+        with torch.no_grad():
+            state = shadow.step([{**options_of(group), "params": [weight]}], {}, attributes).get(weight) or {}
+        tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and leaf.dim()]
+        most = max(most, sum(tensor.nbytes for tensor in tensors) / weight.nbytes)
+    return most
 
 
 def _named(parameters: list[nn.Parameter], names: dict[int, str]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -203,7 +271,9 @@ class StreamedOptimizer(Optimizer):
             trained.check_stepped()
         if all(parameter.device.type == "cpu" for parameter in _streamed[self].parameters()):
             return super().state_dict()
-        mapped = collections.defaultdict(dict, {key: tree_map_only(Tensor, saved, its) for key, its in state.items()})
+        mapped = collections.defaultdict(
+            dict, {key: tree_map_only(Tensor, for_state_dict, its) for key, its in state.items()}
+        )
         vars(self)["state"] = mapped
         try:
             return super().state_dict()

@@ -91,21 +91,17 @@ class StreamedParameter(guard.Debt):
             return True
         needed = [p for t in self.streaming.state_tensors(parameter) if (p := parked_of(t)) is not None]
         gradient = None if update is None else parked_gradient(update.gradient)
+        needed += [] if gradient is None else [gradient]
         spans = self.streaming.spans(parameter, update)
         if spans is None:
-            self.is_read = all(one.read_ahead() for one in needed) and (
-                gradient is None or gradient.parts.read_ahead(0, gradient.nbytes)
-            )
+            self.is_read = all(one.read_ahead() for one in needed)
             return self.is_read
-        needed += [] if gradient is None else [gradient]
         part = max(part, 0 if update is None else update.done)
         if part >= len(spans):
             return True
         begin, end = spans[part]
         ratios = [one.nbytes // parameter.nbytes for one in needed]
-        return all(
-            one.parts.read_ahead(begin * by, (end - begin) * by) for one, by in zip(needed, ratios, strict=True) if by
-        )
+        return all(one.read_ahead(begin * by, (end - begin) * by) for one, by in zip(needed, ratios, strict=True) if by)
 
     # -- updates in backward ------------------------------------------------------------------------------------------------
 
@@ -119,7 +115,7 @@ class StreamedParameter(guard.Debt):
             )
 
     def overwritten(self) -> None:
-        """See :class:`~hf_offload.state.units.Owed`: a value that is loaded is not that of half a step."""
+        """See :class:`~hf_offload.state.units.OwedUpdate`: a value that is loaded is not that of half a step."""
         self.end_backward()
 
     def check_step(self, options: dict[str, Any]) -> None:

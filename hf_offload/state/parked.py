@@ -23,13 +23,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from hf_offload.errors import OffloadError, StorageError
+from hf_offload.errors import OffloadError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard, registry
-from hf_offload.state.contexts import hidden_from_modes, outside
+from hf_offload.state.contexts import hidden_from_modes
 from hf_offload.state.parts import Parts
-from hf_offload.state.storages import bytes_of, digest_of, storage_of, swap_pointer
-from hf_offload.state.uses import Uses
+from hf_offload.state.reads import Reads
+from hf_offload.state.storages import Uses, bytes_of, digest_of, storage_of, swap_pointer
 from hf_offload.storage.store import HeldSlot, Slab, Store, whole_pages
 from hf_offload.storage.tier import KeptSlot
 
@@ -62,9 +62,10 @@ class Parked(guard.Debt):
         uses: Who has its memory.
         slot: What has its bytes while it is away.
         parts: Its bytes in parts, while it is away.
+        reads: What is being read of the slot.
         version: Those of its tensors, when it had the bytes of the slot.
         written: Another object with each change of the bytes in the slot.
-        lent: Copies that state dicts have of it, :class:`hf_offload.state.lent.Lent`.
+        state_dict_copies: Copies that state dicts have of it, :class:`hf_offload.state.state_dict_copies.StateDictCopy`.
     """
 
     is_weight = False
@@ -82,9 +83,10 @@ class Parked(guard.Debt):
         self.is_being_made = False
         self.slot: HeldSlot | None = None
         self.parts = Parts(self)
+        self.reads = Reads(self)
         self.version: tuple[int, ...] = ()
         self.written = object()
-        self.lent: list[Any] = []
+        self.state_dict_copies: list[Any] = []
         self._device = storage.device
         self._address = storage.data_ptr()
         self._storage = registry.register(self, storage)
@@ -96,8 +98,6 @@ class Parked(guard.Debt):
         self._digest = b""  # of memory with the bytes of the slot, if it is known
         self._slab: Slab | None = None  # that the storage points to, or whose bytes are being written
         self._write: Future[None] | None = None
-        self._read: tuple[Slab, Future[None]] | None = None
-        self._read_version: tuple[int, ...] = ()  # when the read began
         self._former: list[HeldSlot] = []  # which the storage points to until the present one has all bytes
         self._kept: list[KeptSlot] = []  # who holds the slot: what is written next goes to another one
         self._stream: Any = None if self.on_host else torch.accelerator.current_stream(self._device)  # its memory's
@@ -144,7 +144,7 @@ class Parked(guard.Debt):
     @property
     def is_coming(self) -> bool:
         """Whether it is being read, or was read ahead."""
-        return self._read is not None
+        return self.reads.has(0, self.nbytes)
 
     @property
     def is_away(self) -> bool:
@@ -216,7 +216,7 @@ class Parked(guard.Debt):
     def leave_or_drop_reads(self) -> bool:
         """Leave, or forget what was read ahead. False if it takes the memory that it took."""
         if self.is_coming:
-            self.drop_reads()
+            self.reads.drop()
             return True
         return self.leave()
 
@@ -286,7 +286,7 @@ class Parked(guard.Debt):
         if storage.data_ptr() == self._address:
             return False
         self.wait_until_written()
-        self.drop_reads()
+        self.reads.drop()
         self._free_slot()
         self.where, self.stays, self._slab = Where.HERE, True, None
         self._address = storage.data_ptr()
@@ -382,19 +382,20 @@ class Parked(guard.Debt):
 
     # -- coming -----------------------------------------------------------------------------------------------------------
 
-    def read_ahead(self) -> bool:
-        """Begin to read, if there is room for that in the window; false if there is none."""
-        if not self.slot_is_current or self._read is not None or self.parts.are_written:
+    def read_ahead(self, begin: int = 0, nbytes: int | None = None) -> bool:
+        """Begin to read all of it, or a part, if there is room for that in the window; false if there is none."""
+        nbytes = self.nbytes if nbytes is None else nbytes
+        if not self.slot_is_current or self.reads.has(begin, nbytes) or self.parts.are_written_in(begin, nbytes):
             return True  # it is there, or comes from elsewhere
-        if not self.store.has_room_to_read(self.nbytes):
+        if not self.store.has_room_to_read(nbytes):
             return False
-        self._begin_read(urgent=False)
+        self.reads.begin(begin, nbytes, urgent=False)
         return True
 
     def begin_to_read(self, urgent: bool = True) -> None:
-        """Begin to read it, whether the window has room or not, before all other reads if it is ``urgent``."""
-        if self.slot_is_current and self._read is None and not (self.parts.are_written or self.is_held):
-            self._begin_read(urgent)
+        """Begin to read all of it, whether the window has room or not, before all other reads if it is ``urgent``."""
+        if self.slot_is_current and not (self.is_coming or self.parts.are_written or self.is_held):
+            self.reads.begin(0, self.nbytes, urgent)
 
     @signals_deferred
     def come(self) -> None:
@@ -406,16 +407,15 @@ class Parked(guard.Debt):
         self.write_was_cancelled = False
         if storage is None or self._was_given_memory(storage) or self.where is Where.HERE:
             return
-        for lent in self.lent:
-            lent.check()
+        for copy in self.state_dict_copies:
+            copy.check()
         self.parts.wait()
-        self.parts.drop_reads()
         if self.on_host and self.where is Where.LEAVING:
             self.where = Where.HERE
             return
         if self.on_host and self.is_held and not self.parts.rescued:
             return
-        slab = self._slab if self.where is Where.LEAVING else self._loaded(storage)
+        slab = self._slab if self.where is Where.LEAVING else self._loaded()
         assert slab is not None
         if self.on_host:
             self._point(storage, slab.storage(self.nbytes))
@@ -472,50 +472,14 @@ class Parked(guard.Debt):
         self.wait_until_written()
         self.stays = True
 
-    def _loaded(self, storage: torch.UntypedStorage) -> Slab:
-        if self._read_version != self.present_version():  # a module before has written to the mapping (MoCo's momentum)
-            self.drop_read()
-        read, self._read = self._read, None
-        if read is not None:
-            self.store.wait(read[1])
-        if read is None or read[1].exception() is not None:  # of what was read ahead, before anyone has asked for it
-            read = self._begin_read(urgent=True)
-            self._read = None
-            self.store.wait(read[1])
-        self.check_read(read[1])
-        if self.parts.overlay(read[0]):
+    def _loaded(self) -> Slab:
+        slab = self.reads.take(0, self.nbytes)
+        self.reads.drop()
+        if self.parts.overlay(slab):
             self.stays, self._is_clean = True, False
         if self.on_host and self.is_weight:  # others may have written to the mapping
-            self._digest = xxhash.xxh3_128_digest(read[0].memory[: self.nbytes])
-        return read[0]
-
-    def _begin_read(self, urgent: bool) -> tuple[Slab, Future[None]]:
-        assert self.slot is not None
-        slab = self.store.new_slab(self.nbytes)
-        self._read_version = self.present_version()
-        self._read = slab, self.store.read(self.slot.slot, slab, 0, urgent)
-        registry.note_on_the_way(self)
-        return self._read
-
-    def check_read(self, read: "Future[None]") -> None:
-        """Raise :class:`~hf_offload.errors.StorageError` if a read that has ended has failed."""
-        try:
-            read.result()
-        except StorageError as error:
-            what = self.name[:1].upper() + self.name[1:] if " " in self.name else f"The weight {self.name}"
-            raise StorageError(f"{what} cannot be read back: go on from the last checkpoint. {error}") from error
-
-    def drop_reads(self) -> None:
-        """Forget what was read ahead: it may be written to where it is."""
-        self.parts.drop_reads()
-        self.drop_read()
-
-    def drop_read(self) -> None:
-        """Forget what was read ahead as a whole."""
-        if self._read is not None:
-            self.store.wait(self._read[1])
-            self.store.recycle(self._read[0])
-            self._read = None
+            self._digest = xxhash.xxh3_128_digest(slab.memory[: self.nbytes])
+        return slab
 
     # -- copies of state dicts ----------------------------------------------------------------------------------------------
 
@@ -544,30 +508,3 @@ class Parked(guard.Debt):
 
 _visited: collections.deque[weakref.ref[Parked]] = collections.deque()
 """What came because it was read."""
-
-
-def empty_away(like: Tensor, device: torch.device, name: str, store: Store) -> Tensor:
-    """A tensor as ``like`` on ``device``, whose bytes are to be stored in parts: it takes no memory until then. In memory,
-    where the tier has no room.
-    """
-    nbytes = like.numel() * like.element_size()
-    slot = store.try_reserve(whole_pages(nbytes))
-    with outside():  # it is not to be counted
-        if device.type == "cpu":
-            storage = Slab(nbytes).storage(nbytes)  # whose pages take memory when they are touched
-        elif slot is None:
-            storage = torch.UntypedStorage(nbytes, device=device)
-        else:
-            storage = torch._C._construct_storage_from_data_pointer(0, device, nbytes)  # type: ignore[assignment]
-            swap_pointer(storage, torch.UntypedStorage(0, device=device))
-        made = torch.empty(0, dtype=like.dtype, device=device).set_(storage, 0, like.shape, like.stride())
-        parked = Parked(made, name, store)
-        if slot is None:
-            parked.stays = True
-        else:
-            parked.parts.begin(slot, storage)
-            parked.where = Where.AWAY
-            if device.type != "cpu":
-                guard.put(made, parked)
-    parked.is_being_made = True
-    return made

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_offload.state import guard, registry
+from hf_offload.state import guard
 from hf_offload.state.storages import bytes_of
 from hf_offload.storage.store import HeldSlot, Slab, whole_pages
 from hf_offload.storage.tier import Slot
@@ -26,7 +26,6 @@ class Parts(guard.Debt):
 
     def __init__(self, parked: "Parked"):
         self._owner = weakref.ref(parked)  # which holds this
-        self._reads: dict[int, tuple[Slab, Future[None]]] = {}
         self._writes: dict[int, tuple[Slab, Future[None]]] = {}
         self.rescued: dict[int, Slab] = {}
         self._target: HeldSlot | None = None  # of what is written, if not the same slot
@@ -44,22 +43,9 @@ class Parts(guard.Debt):
         """Whether parts are on their way to the tier."""
         return bool(self._writes or self.rescued or self._is_open)
 
-    def read_ahead(self, begin: int, nbytes: int) -> bool:
-        """Begin to read a part; false if there is no room in the window."""
-        parked = self._parked
-        if not parked.slot_is_current or begin in self._reads or begin in self._writes:
-            return True
-        if not parked.store.has_room_to_read(nbytes):
-            return False
-        self._begin(begin, nbytes, urgent=False)
-        return True
-
-    def drop_reads(self) -> None:
-        """Forget what was read ahead."""
-        while self._reads:
-            slab, future = self._reads.popitem()[1]
-            self._parked.store.wait(future)
-            self._parked.store.recycle(slab)
+    def are_written_in(self, begin: int, nbytes: int) -> bool:
+        """Whether the part, or any part of the whole, is on its way to the tier."""
+        return begin in self._writes or (nbytes == self._parked.nbytes and self.are_written)
 
     def load(self, begin: int, nbytes: int) -> Slab:
         """A part, in memory that is the caller's.
@@ -77,23 +63,7 @@ class Parts(guard.Debt):
             source = bytes_of(storage)[begin : begin + nbytes] if found is None else found.content[:nbytes]
             slab.content[:nbytes].copy_(source)
             return slab
-        read = self._reads.pop(begin, None)
-        if read is not None:
-            parked.store.wait(read[1])
-        if read is None or read[1].exception() is not None:
-            read = self._begin(begin, nbytes, urgent=True)
-            del self._reads[begin]
-            parked.store.wait(read[1])
-        parked.check_read(read[1])
-        return read[0]
-
-    def _begin(self, begin: int, nbytes: int, urgent: bool) -> tuple[Slab, Future[None]]:
-        parked = self._parked
-        assert parked.slot is not None
-        slab = parked.store.new_slab(nbytes)
-        self._reads[begin] = slab, parked.store.read(parked.slot.slot, slab, begin, urgent)
-        registry.note_on_the_way(parked)
-        return self._reads[begin]
+        return parked.reads.take(begin, nbytes)
 
     def begin(self, slot: Slot, storage: torch.UntypedStorage) -> None:
         """What is written goes to ``slot``, which is the storage's when all parts were stored."""
@@ -105,7 +75,7 @@ class Parts(guard.Debt):
         storage = parked.storage
         if storage is None:
             return
-        parked.drop_read()
+        parked.reads.drop_one(0, parked.nbytes)
         if self._target is None and parked.takes_another_slot:
             slot = parked.store.try_reserve(whole_pages(parked.nbytes))
             if slot is None:  # all of it stays in memory

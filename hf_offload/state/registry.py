@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_offload.state.storages import moves, storage_of
-from hf_offload.state.uses import has_others
+from hf_offload.state.storages import has_others, moves, storage_of
 from hf_offload.tensors import is_wrapped
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def parked_of(tensor: Tensor) -> "Parked | None":
     return found if found is not None and found.is_of(storage) else None
 
 
-def can_move(tensor: Tensor) -> bool:
+def can_leave(tensor: Tensor) -> bool:
     """Whether a tensor can leave memory: one of a kind that :func:`moves <hf_offload.state.storages.moves>`, with a storage
     of its own that no other process has.
     """
@@ -103,5 +102,5 @@ def before_user_code() -> None:
             parked.cancel_leaving()
             if parked.is_guarded:
                 continue
-            parked.drop_reads()
+            parked.reads.drop()
         _on_the_way.pop(key, None)

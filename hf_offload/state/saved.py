@@ -148,7 +148,7 @@ class _Forwards(threading.local):
         self.entered: list[Any] = []
 
 
-class _Follow:
+class _SavedWeightHooks:
     """Hooks around the forwards of one model."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -196,6 +196,6 @@ class _Follow:
                 hooks.__exit__()
 
 
-def follow_saved(model: nn.Module) -> _Follow:
+def hook_saved_weights(model: nn.Module) -> _SavedWeightHooks:
     """From now on, forwards of ``model`` save the weights that leave memory as :class:`SavedWeight`."""
-    return _Follow(model)
+    return _SavedWeightHooks(model)

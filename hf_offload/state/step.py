@@ -30,11 +30,11 @@ from hf_offload.state.gradients import (
     watch,
 )
 from hf_offload.state.parameter import StreamedParameter, comes_once
-from hf_offload.state.parked_weight import ParkedWeight
 from hf_offload.state.registry import is_held, parked_of
 from hf_offload.state.shadow import Shadow, attributes_of, names_of, options_of
 from hf_offload.state.units import note_backward, pinned, stepping, unit_with
-from hf_offload.state.update import Update, UpdateComputer, may_move, state_tensors
+from hf_offload.state.update import Update, UpdateComputer, state_may_leave, state_tensors
+from hf_offload.state.weights import ParkedWeight
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE
 from hf_offload.storage.store import Store
 from hf_offload.tensors import nbytes_of
@@ -107,7 +107,7 @@ class Streaming:
                 watch(parameter, before, arrived)
             unit = unit_with(parameter)
             if unit is not None:
-                unit[1].owed[id(self), id(parameter)] = trained
+                unit[1].owed_updates[id(self), id(parameter)] = trained
             self.park_state(parameter)
 
     def streamed_of(self, parameter: Tensor) -> StreamedParameter | None:
@@ -208,7 +208,7 @@ class Streaming:
                 self._refuse_sparse(trained)
             elif self._updates_now() and comes_once(trained):
                 self._update_in_backward(trained, parameter, gradient)
-            elif self.moves(parameter) and may_move(gradient, self._smallest_bytes):
+            elif self.moves(parameter) and state_may_leave(gradient, self._smallest_bytes):
                 assert self.gradient_store is not None
                 park_gradient(
                     gradient, f"the gradient of {trained.name}", self.gradient_store, self.wants_norms and is_outside()

@@ -24,11 +24,11 @@ from hf_offload.checkpointing import in_recompute
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard
 from hf_offload.state.contexts import is_outside, outside
-from hf_offload.state.lent import check_loaded
 from hf_offload.state.order import UseOrder
 from hf_offload.state.parked import Parked, Where
 from hf_offload.state.refusals import is_compiled
 from hf_offload.state.registry import before_user_code
+from hf_offload.state.state_dict_copies import check_loaded
 from hf_offload.storage.handling import Handling
 from hf_offload.storage.service import WEIGHTS
 from hf_offload.structure.units import find_blocks
@@ -41,7 +41,7 @@ _BEGIN = -1
 """In the order of uses: a forward of the model begins. Nothing is read ahead of it: before it, others may write."""
 
 
-class Owed(Protocol):
+class OwedUpdate(Protocol):
     """An update that a parameter waits for."""
 
     def finish(self) -> None:
@@ -77,7 +77,7 @@ class Unit:
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.weights: list[Parked] = []
         self.nbytes = 0
-        self.owed: weakref.WeakValueDictionary[Any, Owed] = weakref.WeakValueDictionary()
+        self.owed_updates: weakref.WeakValueDictionary[Any, OwedUpdate] = weakref.WeakValueDictionary()
         self.pin_count = 0
         self.was_called = False
         self.is_in_fast_path = False
@@ -200,7 +200,7 @@ class Units:
             evaluates = transformed or not torch.is_grad_enabled() or not module.training
             for unit in self.units:
                 unit.was_called = False
-                if unit.owed and (transformed or (evaluates and unit.is_in_fast_path)):
+                if unit.owed_updates and (transformed or (evaluates and unit.is_in_fast_path)):
                     self.need(unit)
             if evaluates:
                 for _, _, handle in self._in_fast_paths:
@@ -222,7 +222,7 @@ class Units:
                 check_loaded(tensor)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             unit = self.unit_of(parameter) if prefix + name in state_dict else None
-            for (_, key), owed in [] if unit is None else list(unit.owed.items()):
+            for (_, key), owed in [] if unit is None else list(unit.owed_updates.items()):
                 if key == id(parameter):
                     owed.overwritten()
 
@@ -235,7 +235,7 @@ class Units:
     @torch._disable_dynamo
     def need(self, unit: Unit) -> None:
         """Let ``unit`` be in memory, with all its updates: it is about to be used."""
-        if not unit.owed and self.all_stay([unit]):
+        if not unit.owed_updates and self.all_stay([unit]):
             self._order.used(unit.number)
             for weight in unit.weights:
                 weight.note_stream()
@@ -247,7 +247,7 @@ class Units:
     def using(self, units: Iterable[Unit], finishes: bool = True) -> Iterator[None]:
         """A block in which ``units`` are in memory, and updated unless it is for an update."""
         if os.getpid() != self._process:  # a child reads where the bytes are, and cannot move them
-            for owed in [owed for unit in units if finishes for owed in list(unit.owed.values())]:
+            for owed in [owed for unit in units if finishes for owed in list(unit.owed_updates.values())]:
                 owed.finish()
             yield
             return
@@ -298,8 +298,8 @@ class Units:
         for weight in unit.weights:
             weight.note_stream()
         self._read_ahead()
-        if finishes and unit.owed:
-            for owed in list(unit.owed.values()):
+        if finishes and unit.owed_updates:
+            for owed in list(unit.owed_updates.values()):
                 owed.finish()
             self._read_ahead()
         self.throttle()
@@ -384,7 +384,7 @@ class Units:
 
 
 def _read_for_updates(coming: list[Unit]) -> None:
-    all(owed.read_ahead() for unit in coming for owed in list(unit.owed.values()))  # until there is no room
+    all(owed.read_ahead() for unit in coming for owed in list(unit.owed_updates.values()))  # until there is no room
 
 
 class _Steps(threading.local):
@@ -437,7 +437,7 @@ class _Arrive:
     def __call__(self, module: nn.Module, args: Any) -> None:
         for unit in self._mine:
             unit.was_called = True
-            for owed in list(unit.owed.values()):
+            for owed in list(unit.owed_updates.values()):
                 owed.check_stepped()
             self._units.need(unit)
 

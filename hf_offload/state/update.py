@@ -11,12 +11,13 @@ from torch.utils._pytree import tree_leaves
 from hf_offload.errors import StorageError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.state import guard
-from hf_offload.state.contexts import StepContext
+from hf_offload.state.contexts import StepContext, outside
 from hf_offload.state.gradients import ParkedGradient, gradient_of, scaled, set_gradient
-from hf_offload.state.parked import Parked, empty_away
-from hf_offload.state.registry import can_move, parked_of
+from hf_offload.state.parked import Parked, Where
+from hf_offload.state.registry import can_leave, parked_of
 from hf_offload.state.shadow import CUT_ELEMENTS, Shadow, captured
-from hf_offload.storage.store import Slab, Store
+from hf_offload.state.storages import swap_pointer
+from hf_offload.storage.store import Slab, Store, whole_pages
 from hf_offload.tensors import is_ordinary
 
 SMALLEST_STATE_BYTES = 4096
@@ -61,14 +62,14 @@ def state_tensors(state: Mapping[Any, Any], parameter: Tensor) -> list[Tensor]:
     """The tensors of the parameter's state that may leave memory: of shards, what this process has of them."""
     found = [one for one in tree_leaves(state.get(parameter) or {}) if isinstance(one, Tensor)]
     local = [getattr(one, "_local_tensor", one) for one in found]
-    return [tensor for tensor in local if may_move(tensor, SMALLEST_STATE_BYTES)]
+    return [tensor for tensor in local if state_may_leave(tensor, SMALLEST_STATE_BYTES)]
 
 
-def may_move(tensor: Tensor, smallest_bytes: int) -> bool:
+def state_may_leave(tensor: Tensor, smallest_bytes: int) -> bool:
     """Whether a gradient, or a tensor of a state, may leave memory."""
     if not is_ordinary(guard.own_class(tensor)) or tensor.requires_grad or tensor.nbytes < smallest_bytes:
         return False
-    return can_move(tensor)
+    return can_leave(tensor)
 
 
 class UpdateComputer:
@@ -248,7 +249,7 @@ class UpdateComputer:
             if part is None and of_elements:
                 if key not in its:
                     like = torch.empty(parameter.shape, dtype=value.dtype, device="meta")
-                    its[key] = empty_away(like, parameter.device, f"the state of {name}", self._store)
+                    its[key] = _empty_away(like, parameter.device, f"the state of {name}", self._store)
                 part = _Part.empty(its[key], *span)
             if part is not None:
                 part.put(value)
@@ -333,3 +334,30 @@ def _are_new(its: Mapping[str, Any]) -> bool:
     """Whether a state is being made, by the first update, which was interrupted."""
     tensors = (value for value in its.values() if isinstance(value, Tensor))
     return any((parked := parked_of(tensor)) is not None and parked.is_being_made for tensor in tensors)
+
+
+def _empty_away(like: Tensor, device: torch.device, name: str, store: Store) -> Tensor:
+    """A tensor as ``like`` on ``device``, whose bytes are to be stored in parts: it takes no memory until then. In memory,
+    where the tier has no room.
+    """
+    nbytes = like.numel() * like.element_size()
+    slot = store.try_reserve(whole_pages(nbytes))
+    with outside():  # it is not to be counted
+        if device.type == "cpu":
+            storage = Slab(nbytes).storage(nbytes)  # whose pages take memory when they are touched
+        elif slot is None:
+            storage = torch.UntypedStorage(nbytes, device=device)
+        else:
+            storage = torch._C._construct_storage_from_data_pointer(0, device, nbytes)  # type: ignore[assignment]
+            swap_pointer(storage, torch.UntypedStorage(0, device=device))
+        made = torch.empty(0, dtype=like.dtype, device=device).set_(storage, 0, like.shape, like.stride())
+        parked = Parked(made, name, store)
+        if slot is None:
+            parked.stays = True
+        else:
+            parked.parts.begin(slot, storage)
+            parked.where = Where.AWAY
+            if device.type != "cpu":
+                guard.put(made, parked)
+    parked.is_being_made = True
+    return made

@@ -11,9 +11,8 @@ from hf_offload.settings.schema import OffloadConfig
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.state.contexts import outside
 from hf_offload.state.parked import Parked
-from hf_offload.state.parked_weight import ParkedWeight
 from hf_offload.state.refusals import refuse
-from hf_offload.state.registry import can_move, parked_of
+from hf_offload.state.registry import can_leave, parked_of
 from hf_offload.state.units import Units, unit_with, units_of
 from hf_offload.storage.host_memory import ram_bytes
 from hf_offload.storage.opening import named_directories, open_tier
@@ -29,6 +28,24 @@ _KEPT_SHARE = 0.5
 _BLOCKS = 2
 
 _weights: "weakref.WeakKeyDictionary[nn.Module, Weights]" = weakref.WeakKeyDictionary()
+
+
+class ParkedWeight(Parked):
+    """The storage of a weight."""
+
+    is_weight = True
+
+    def done(self) -> None:
+        """See :class:`~hf_offload.state.guard.Debt`. Its unit lets it leave."""
+
+    def count_change(self, tensor: Tensor) -> None:
+        """A change of ``tensor``, which is one of its, is counted now and made later."""
+        before = self.present_version()
+        torch.autograd.graph.increment_version(tensor)
+        if before == self.version:
+            self.version = self.present_version()
+        if before == self.reads.version:
+            self.reads.version = self.present_version()
 
 
 class Weights:
@@ -79,7 +96,7 @@ class Weights:
         """Let one parameter leave memory later, if it may."""
         parked = parked_of(parameter)
         if parked is None:
-            if not may_leave(parameter, config):
+            if not weight_may_leave(parameter, config):
                 return None
             parked = ParkedWeight(parameter, name, self.store)
             self._parked[id(parked)] = parked
@@ -310,7 +327,7 @@ def place_for(setting: str, what: str, nbytes: int, config: OffloadConfig, on_ho
     return place
 
 
-def may_leave(parameter: nn.Parameter, config: OffloadConfig) -> bool:
+def weight_may_leave(parameter: nn.Parameter, config: OffloadConfig) -> bool:
     """Whether the memory of ``parameter`` may come and go."""
     is_large = nbytes_of(parameter) >= config.smallest_bytes(parameter.device.type == "cpu")
-    return is_large and can_move(parameter)
+    return is_large and can_leave(parameter)

@@ -33,7 +33,7 @@ def use_all(model):
 
 def reading(session):
     """Names of what is on its way to memory, or there."""
-    return {weight.name for weight in session.residency.weights() if weight._read}
+    return {weight.name for weight in session.residency.weights() if weight.is_coming}
 
 
 def test_the_order_of_uses_is_learned():
@@ -148,7 +148,7 @@ def test_code_of_the_user_writes_to_what_was_read_ahead(chain):
     expected = model[0].weight.detach() + 1
     assert weights[0].read_ahead()
     assert reading(session) == {"0.weight"}
-    weights[0]._read[1].result()  # it has the bytes of before
+    weights[0].reads._begun[0, weights[0].nbytes][1].result()  # it has the bytes of before
     before_user_code()
     model[0].weight.data.add_(1)
     weights[0].come()

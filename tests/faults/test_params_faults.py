@@ -85,7 +85,7 @@ def test_what_failed_to_be_read_ahead_is_read_again_when_it_is_used(expected, tm
     with monkeypatch.context() as patch:
         faults = Faults(patch, "read_once", EIO, ALL)
         assert weight.read_ahead()
-        weight.store.tier.wait_until_done(weight._read[1])
+        weight.store.tier.wait_until_done(weight.reads._begun[0, weight.nbytes][1])
     assert faults.failed > 0
     weight.come()
     assert same(made.values(), expected[0])

@@ -20,9 +20,9 @@ from hf_offload.methods.mezo.log import STAGES, UPDATE, MezoLog
 from hf_offload.state import guard
 from hf_offload.state.contexts import outside
 from hf_offload.state.parked import Parked
-from hf_offload.state.parked_weight import ParkedWeight
 from hf_offload.state.registry import is_held, parked_of
 from hf_offload.state.units import Units, pinned, unit_with
+from hf_offload.state.weights import ParkedWeight
 
 
 class Trajectory:
@@ -139,10 +139,10 @@ class _Weight(guard.Debt):
         parameter = self.parameter
         found, parked, key = unit_with(parameter), parked_of(parameter), ("mezo", id(parameter))
         if found is not None:
-            former = found[1].owed.get(key)
+            former = found[1].owed_updates.get(key)
             if isinstance(former, _Weight) and former is not self:  # of another optimizer
                 former.settle(unseen=False)
-            found[1].owed[key] = self
+            found[1].owed_updates[key] = self
         # Backward of older graphs is an error.
         if isinstance(parked, ParkedWeight):
             parked.count_change(parameter)
@@ -168,7 +168,7 @@ class _Weight(guard.Debt):
         return True
 
     def finish(self) -> None:
-        """See :class:`~hf_offload.state.units.Owed`."""
+        """See :class:`~hf_offload.state.units.OwedUpdate`."""
         trajectory = self._trajectory
         with trajectory.lock, outside():
             if self.now != trajectory.end:
@@ -202,7 +202,7 @@ class _Weight(guard.Debt):
             parked.come()
             parked.wait_until_written()
             if not parked.is_here:  # others have its address: it changes where it is
-                parked.drop_reads()
+                parked.reads.drop()
             parked.note_change()
         value = self.parameter.detach()
         with torch.autograd._unsafe_preserve_version_counter(value):

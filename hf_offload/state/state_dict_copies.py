@@ -16,10 +16,10 @@ from hf_offload.state.registry import parked_of
 from hf_offload.state.storages import moves
 from hf_offload.storage.tier import KeptSlot
 
-_LENT = "_hf_offload_lent"  # an attribute of the storage: copies of it have none
+_COPY = "_hf_offload_copy"  # an attribute of the storage: copies of it have none
 
 
-class Lent:
+class StateDictCopy:
     """A copy of what ``parked`` has in its slot, which is ``kept`` as long as the copy is there."""
 
     def __init__(self, parked: Parked, tensor: Tensor, kept: KeptSlot | None):
@@ -30,7 +30,7 @@ class Lent:
         self._counter = tensor.detach()  # shares the version
         self._counter.data = torch.empty(0, dtype=tensor.dtype)
         self._version = tensor._version
-        vars(storage)[_LENT] = self, kept
+        vars(storage)[_COPY] = self, kept
 
     @property
     def parked(self) -> Parked | None:
@@ -53,47 +53,47 @@ class Lent:
             )
 
 
-def lent_of(tensor: Tensor) -> Lent | None:
+def copy_of(tensor: Tensor) -> StateDictCopy | None:
     """The copy that was given out, if ``tensor`` is one."""
     if not moves(tensor):
         return None
     with torch._C.DisableTorchFunctionSubclass():
-        found = vars(tensor.untyped_storage()).get(_LENT)
+        found = vars(tensor.untyped_storage()).get(_COPY)
     return None if found is None else found[0]
 
 
 def check_loaded(tensor: Tensor) -> None:
     """``tensor`` is about to be loaded. Raise :class:`~hf_offload.errors.OffloadError` if it is a copy of former bytes."""
-    lent = lent_of(tensor)
-    if lent is not None and lent.parked is None:
+    copy = copy_of(tensor)
+    if copy is not None and copy.parked is None:
         raise OffloadError(
-            f"What is to be loaded for {lent.name} was returned by state_dict(), and one of the two has changed "
+            f"What is to be loaded for {copy.name} was returned by state_dict(), and one of the two has changed "
             "since. In memory, they would be the same, and nothing would change; this is a copy of then. To go back to "
             "former values, load a copy: copy.deepcopy(state_dict), taken then."
         )
 
 
-def saved(tensor: Tensor) -> Tensor:
+def for_state_dict(tensor: Tensor) -> Tensor:
     """``tensor``, as a state dict has it: itself where it is in memory, or on a CPU."""
     parked = parked_of(tensor)
     if parked is None or parked.on_host:
         return tensor
     complete(tensor)
-    for lent in parked.lent:
-        lent.check()
-    parked.lent = [lent for lent in parked.lent if lent.storage() is not None]
+    for copy in parked.state_dict_copies:
+        copy.check()
+    parked.state_dict_copies = [copy for copy in parked.state_dict_copies if copy.storage() is not None]
     if not parked.be_away():
         return tensor
-    present = next((lent for lent in parked.lent if lent.written is parked.written), None)
+    present = next((copy for copy in parked.state_dict_copies if copy.written is parked.written), None)
     storage = None if present is None else present.storage()
     if storage is None:
         kept, storage = parked.hold(), parked.mapped(private=True)
     else:
-        kept = vars(storage)[_LENT][1]
+        kept = vars(storage)[_COPY][1]
     with torch._C.DisableTorchFunctionSubclass():
         place = tensor.storage_offset(), tensor.size(), tensor.stride()
     made = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, *place)
-    parked.lent.append(Lent(parked, made, kept))
+    parked.state_dict_copies.append(StateDictCopy(parked, made, kept))
     return made
 
 
@@ -104,4 +104,4 @@ def complete(tensor: Tensor) -> None:
             debt.settle(False)
 
 
-guard.as_saved = saved
+guard.as_saved = for_state_dict
