@@ -60,11 +60,9 @@ def main() -> None:
         else:
             _run_file(program)
     except OffloadError as error:
-        _note_failure()
         _exit_with(error, _line_of_script(error))
     except SystemExit as end:
         if end.code not in (None, 0):
-            _note_failure()
             raise
     if not switch.offloaded_models:
         logger.warning(
@@ -95,13 +93,6 @@ def _run_file(program: str) -> None:
     script = sys.modules["__main__"] = types.ModuleType("__main__")
     vars(script).update(__file__=str(Path(program).absolute()), __builtins__=builtins)
     exec(compile(Path(program).read_bytes(), program, "exec"), vars(script))
-
-
-def _note_failure() -> None:
-    """A script that fails leaves its snapshot."""
-    client = sys.modules.get("hf_offload.snapshots.client")
-    if client is not None:
-        client.note_failure()
 
 
 class switch_on:

@@ -163,7 +163,7 @@ class OffloadConfig:
     snapshot_dir: Annotated[Directory | None, path_text()] = None
     """Where snapshots are written, too, from memory and as checkpoints: the two newest stay."""
     snapshot_wait_s: Annotated[Whole, counted("seconds", ge=0)] = 3600
-    """How long snapshots stay in memory after a training, or what follows it in its script, that did not end well."""
+    """How long snapshots stay in memory after a training that did not end well."""
     snapshot_parity: Annotated[Whole, Field(ge=0, le=1)] = 0
     """With several processes, how many may lose their snapshot in memory: with 1, each also holds a part of the
     parity of the others', by which one that is lost is rebuilt. Adds to each snapshot its bytes, divided by the

@@ -1,14 +1,5 @@
-"""The training process's side of the snapshot process: how it is found, started, and spoken to, and when it may end.
+"""The training process's side of the snapshot process: how it is found, started, and spoken to."""
 
-Note: how a script ends
-    What follows a training, such as an evaluation or an upload, may fail, and the script is started again: it must not train
-    a second time. So the newest snapshot of a training that has ended is retained until its script has ended well, too. An
-    error that nothing catches is in ``sys.last_value`` when the interpreter ends. ``hf_offload.run`` says that a script has
-    failed; elsewhere, ``sys.exit(1)`` counts as a good end. A signal, ``os._exit`` and a machine that goes say nothing, and
-    the snapshot process waits for the next start.
-"""
-
-import atexit
 import contextlib
 import hashlib
 import os
@@ -166,57 +157,13 @@ def _start(address: bytes) -> None:
         _started.append(started)
 
 
-# -- the end of a script ---------------------------------------------------------------------------------------------------
-
-_ended: dict[str, SnapshotClient | None] = {}
-"""Trainings that have ended well in this process, by number, and what retains their snapshots. A fork has none."""
-
-
 class _Children(ForkHandler):
-    """They train nothing: connections and what is retained are their parent's."""
+    """They train nothing: connections are their parent's."""
 
     def after_in_child(self) -> None:
         for connection in _joined:
             connection.close()
         _joined.clear()
-        _ended.clear()
 
 
 _children = _Children()
-
-
-def retain(training: str, client: SnapshotClient) -> None:
-    """The training with this number has ended well. What its snapshot process holds stays until the script has, or until
-    another training begins.
-    """
-    if not _ended:
-        atexit.register(_at_exit)
-        watch_forks(_children)
-    _ended[training] = client
-
-
-def has_ended(training: str) -> bool:
-    """Whether the training with this number has ended well in this process."""
-    return training in _ended
-
-
-def release(but: str = "") -> None:
-    """Nothing that is retained is needed any more, but of the training ``but``, which goes on. Idempotent."""
-    for training, client in _ended.items():
-        _ended[training] = None
-        if client is not None:
-            client.close() if training == but else client.end()
-
-
-def note_failure() -> None:
-    """The script has failed, and this process is about to end: what is retained stays for the next start."""
-    for training, client in _ended.items():
-        _ended[training] = None
-        if client is not None:
-            client.close()
-
-
-def _at_exit() -> None:
-    is_shell = hasattr(sys, "ps1")  # which goes on after an error
-    if is_shell or getattr(sys, "last_value", None) is None:
-        release()

@@ -45,7 +45,7 @@ class LoopSnapshots:
                     snapshots.end_step()
 
     On entering the block, everything is as it was at the newest whole snapshot, if there is one. Leaving it by an error keeps
-    the snapshots for the next start. At its end, the newest one stays until the process has ended well.
+    the snapshots for the next start.
 
     Attributes:
         taking: What takes them, inside of the block.

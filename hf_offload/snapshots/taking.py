@@ -21,7 +21,6 @@ from hf_offload.errors import OffloadConfigError, OffloadError, SnapshotError, T
 from hf_offload.ranks import Ranks
 from hf_offload.settings.schema import OffloadConfig, snapshots_held
 from hf_offload.settings.sizes import format_bytes
-from hf_offload.snapshots import client as clients
 from hf_offload.snapshots import disk, parity
 from hf_offload.snapshots.client import SnapshotClient, address_of
 from hf_offload.snapshots.contents import Content, MemoryFile, small_file
@@ -33,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _SPARE_BYTES = 1 << 20
 """For small things, and what archives add."""
+_ended: set[str] = set()
+"""Trainings that have ended well in this process, by number."""
 
 
 class Snapshots:
@@ -78,12 +79,11 @@ class Snapshots:
         ranks, output = self._ranks, self._output
         mark = self.mark = ranks.first(lambda: training_of(output))
         on_disk = ranks.first(lambda: snapshots_in(self._directory, mark))
-        if clients.has_ended(mark["training"]) and not (resume and is_asked) and checkpoint is None:
+        if mark["training"] in _ended and not (resume and is_asked) and checkpoint is None:
             raise SnapshotError(
                 f"This process has trained in {output} already, and a restart would take one training for the other: give "
                 "each an output directory of its own, or go on with resume_from_checkpoint=True."
             )
-        clients.release(but=mark["training"])
         client = ranks.each(self._joined)
         if resume:
             ranks.each(lambda: check_format(client.status, "in memory"))
@@ -266,9 +266,7 @@ class Snapshots:
     # -- the end ------------------------------------------------------------------------------------------------------------
 
     def end(self, well: bool) -> None:
-        """Training has ended. If not ``well``, the snapshots stay for the next one; else the newest stays until the script
-        has ended, too: all ranks call it. Idempotent.
-        """
+        """Training has ended. If not ``well``, the snapshots stay for the next start; else all ranks call it. Idempotent."""
         self.forget_found()
         if self._client is None:
             return
@@ -278,8 +276,8 @@ class Snapshots:
                 logger.info(
                     "%d snapshots were taken, for which training waited %.2f s in all.", self.taken, self.stalled_s
                 )
-                self._ask("keep", step=self._newest)
-                clients.retain(self.mark["training"], self._client)
+                self._client.end()
+                _ended.add(self.mark["training"])
             else:
                 self._client.close()
         finally:

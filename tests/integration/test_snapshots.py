@@ -24,9 +24,8 @@ from hf_offload import OffloadCallback, OffloadConfig, OffloadConfigError, TierF
 from hf_offload.errors import SnapshotError
 from hf_offload.integrations.checkpoints import last_complete_checkpoint
 from hf_offload.integrations.extended_trainer import snapshots_of_training
-from hf_offload.snapshots import client as clients
 from hf_offload.snapshots import disk as on_disk
-from hf_offload.snapshots import process
+from hf_offload.snapshots import process, taking
 from hf_offload.snapshots.client import SnapshotClient
 from hf_offload.snapshots.restoring import MARK_FILE
 from hf_offload.storage.service import storage_of
@@ -95,8 +94,7 @@ def resumed(folder, callbacks=(), **others):
 
     trainer.add_callback(Begins())
     trainer.train(resume_from_checkpoint=True)
-    clients.release()
-    clients._ended.clear()  # the next training is one of another process
+    taking._ended.clear()  # the next training is one of another process
     return begun[0], result_of(trainer)
 
 
@@ -108,8 +106,6 @@ def test_a_training_with_snapshots_has_the_bits_of_one_without_and_leaves_nothin
     trainer = trainer_in(tmp_path / "run", True, **SHORT)
     trainer.train()
     assert same(whole, result_of(trainer))
-    assert steps_held(tmp_path / "run") == [28]  # for what comes after it
-    clients.release()
     assert processes_of_test() <= before
     assert [path.name for path in (tmp_path / "run").iterdir()] == [MARK_FILE]
 
@@ -659,7 +655,7 @@ def test_a_callback_that_comes_late_is_refused(tmp_path):
 # -- launched --------------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
-import os, sys
+import os
 from pathlib import Path
 from transformers import TrainerCallback
 import torch
@@ -675,21 +671,18 @@ class Dies(TrainerCallback):
 trainer = trainer_in(Path("run"), True, [Dies()], max_steps=30, logging_steps=3)
 trainer.train()
 torch.save(result_of(trainer), "result")
-with open("ends", "a") as file:
-    file.write("x")
-sys.exit(3 if Path("ends").read_text() == "x" else 0)
 """
 
 
 def test_a_launched_script_is_started_again_and_goes_on(whole, tmp_path):
-    """It is killed at step 9, and fails after its training."""
+    """It is killed at step 9."""
     (tmp_path / "train.py").write_text(SCRIPT)
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "home")}
-    command = [sys.executable, "-m", "hf_offload", "launch", "--restart-on-failure", "2", "train.py"]
+    command = [sys.executable, "-m", "hf_offload", "launch", "--restart-on-failure", "1", "train.py"]
     done = run_python(command, cwd=tmp_path, env=environment, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr.count("It is started again") == 2
-    steps = [*range(1, 10), *range(9, 31), 29, 30]
+    assert done.stderr.count("It is started again") == 1
+    steps = [*range(1, 10), *range(9, 31)]
     assert (tmp_path / "steps").read_text().split() == [str(step) for step in steps]
     assert same(whole, torch.load(tmp_path / "result", weights_only=False))
     assert held_by(tmp_path / "run") is None

@@ -16,7 +16,6 @@ from transformers import default_data_collator
 from hf_offload import OffloadConfig, OffloadConfigError, OffloadError, OffloadPlugin, attach
 from hf_offload.errors import SnapshotError
 from hf_offload.integrations.accelerate import attached_accelerators
-from hf_offload.snapshots import client as clients
 from hf_offload.snapshots.loops import Position
 from hf_offload.snapshots.restoring import LINKS
 from tests.faults.killed_snapshots import same
@@ -166,7 +165,6 @@ def check(loop, folder, kind=None, stop=9, begun=8, **settings):
     expected["losses"] = expected["losses"][-len(found["losses"]) :]
     for name in expected:
         assert same(expected[name], found[name]), name
-    clients.release()
     assert held_by(folder) is None
 
 

@@ -21,7 +21,6 @@ from hf_offload import OffloadConfig, OffloadConfigError, OffloadPlugin, attach
 from hf_offload.errors import SnapshotError
 from hf_offload.integrations.accelerate import attached_accelerators
 from hf_offload.ranks import Ranks
-from hf_offload.snapshots import client as clients
 from hf_offload.snapshots import parity
 from hf_offload.snapshots.client import SnapshotClient
 from hf_offload.snapshots.contents import MemoryFile
@@ -94,7 +93,6 @@ def goes_on(rank, folder, from_step, **others):
     assert begun == from_step
     assert_same(whole(rank, folder), found)
     dist.barrier()
-    clients.release()
     until(lambda: held_by(folder, rank) is None)  # it looks for the other one now and then
 
 
@@ -375,7 +373,6 @@ def its_snapshot_is_rebuilt(rank, folder):
     begun, found = loop_of_three(rank, folder / "loop", True, resume=True)
     assert begun == LAST
     assert_same(expected, found)
-    clients.release()
 
 
 def any_lost_rank_is_rebuilt(rank, folder):
