@@ -240,7 +240,6 @@ class Parked(guard.Debt):
             self._may_be_torn = True
             if self.where is Where.LEAVING:
                 self.where, self.write_was_cancelled = Where.HERE, True
-            self.note_uncounted_writes()
 
     def note_change(self) -> None:
         """It was written to, and versions may not tell: an update of several parts counts as one change."""

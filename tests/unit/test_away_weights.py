@@ -24,6 +24,7 @@ class Parked:
     def use(self):
         with torch.no_grad():
             self.model(torch.ones(1, SIZE))
+        self.session.residency.store.settle()
 
     def values(self):
         return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
