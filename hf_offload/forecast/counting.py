@@ -110,7 +110,6 @@ def count_footprint(
         largest_operation_bytes=counter.largest_operation_bytes,
         state_bytes=optimizer.state,
         buffer_bytes=optimizer.buffers,
-        copy_bytes=optimizer.copies,
         is_one_stack=not has_backward and bool(one_stack(model)),
         **bytes_of_weights(model, optimizer, update_in_backward=update_in_backward, has_backward=has_backward),
     )

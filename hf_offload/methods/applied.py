@@ -1,8 +1,8 @@
 """Applies a memory mode to the model of a script, and puts the mode's optimizer in place of the script's."""
 
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,12 +11,10 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_offload.errors import OffloadConfigError, OffloadError
+from hf_offload.methods.protocol import MemoryMode
 from hf_offload.methods.replaced import SHARED, replace_optimizer
-from hf_offload.settings.load import collect_errors
+from hf_offload.settings.load import refuse
 from hf_offload.settings.schema import OffloadConfig
-
-if TYPE_CHECKING:
-    from hf_offload.methods.protocol import MemoryMode
 
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "momentum", "dampening", "nesterov")
 
@@ -46,18 +44,15 @@ def apply_mode(model: nn.Module, config: OffloadConfig) -> "AppliedMode | None":
     return present
 
 
-def check_settings(mode: "MemoryMode", config: OffloadConfig) -> None:
+def check_settings(mode: MemoryMode, config: OffloadConfig) -> None:
     """Raise :class:`~hf_offload.errors.OffloadConfigError` with all settings that exclude ``mode``."""
-    with collect_errors(f"settings with memory_mode={config.memory_mode!r}") as check:
-        for problem in mode.conflicts_with(config):
-            with check:
-                raise OffloadConfigError(problem)
+    refuse(f"settings with memory_mode={config.memory_mode!r}", mode.conflicts_with(config))
 
 
 class AppliedMode:
     """A mode whose model has been prepared. It keeps neither the model nor its optimizer."""
 
-    def __init__(self, mode: "MemoryMode", name: str, model: nn.Module):
+    def __init__(self, mode: MemoryMode, name: str, model: nn.Module):
         if isinstance(model, DistributedDataParallel):
             raise OffloadConfigError(
                 f"memory_mode={name!r} may add parameters, which DistributedDataParallel would not know of: attach to the "
@@ -111,7 +106,7 @@ class AppliedMode:
     def _replace(self, model: nn.Module, given: torch.optim.Optimizer) -> torch.optim.Optimizer:
         self.end()
         groups_of = {parameter: group for group in given.param_groups for parameter in group["params"]}
-        self._check(model, given, groups_of)
+        refuse(f"optimizer of memory_mode={self.name!r}", self._problems(model, given, groups_of))
         made = self._make(model, given, groups_of)
         self._given, self._made = weakref.ref(given), weakref.ref(made)
         return made
@@ -153,43 +148,46 @@ class AppliedMode:
             handle.remove()
         self._guards.clear()
 
-    def _check(self, model: nn.Module, given: torch.optim.Optimizer, groups_of: dict[Any, Any]) -> None:
-        kind, groups = type(given), given.param_groups
-        with collect_errors(f"optimizer of memory_mode={self.name!r}") as check:
-            with check:
-                decoupled = kind is not torch.optim.Adam or all(group.get("weight_decay") == 0 for group in groups)
-                if kind not in self.mode.replaces or not decoupled:
-                    raise OffloadConfigError(
-                        f"memory_mode={self.name!r} replaces {_any_of(self.mode.replaces)}, and this optimizer is "
-                        f"{kind.__name__}{'' if decoupled else ' with weight_decay'}: use an AdamW, or drop memory_mode."
-                    )
-            with check:
-                if given.state:
-                    raise OffloadConfigError(
-                        f"memory_mode={self.name!r}: the optimizer has stepped or was loaded before, and its state would be "
-                        "lost: prepare it before the first step, and load into what is returned."
-                    )
-            for key in _UNSUPPORTED:
-                with check:
-                    if any(group.get(key) for group in groups):
-                        raise OffloadConfigError(
-                            f"memory_mode={self.name!r}: its optimizer has no {key}: leave it out."
-                        )
-            for key in SHARED:
-                with check:
-                    if any(group.get(key) != groups[0].get(key) for group in groups):
-                        raise OffloadConfigError(
-                            f"memory_mode={self.name!r} has one {key} for all parameters, and the optimizer's groups differ: "
-                            "give all groups the same."
-                        )
-            with check:
-                if self.mode.updates_in_backward():
-                    raise OffloadConfigError(
-                        f"memory_mode={self.name!r}: update_in_backward excludes clipping, accumulation and loss scaling, "
-                        "which cannot be checked in a loop of your own: leave it out, or use the Trainer."
-                    )
-            with check:
-                _check_members(model, groups_of, self._added, self._before, self.name)
+    def _problems(self, model: nn.Module, given: torch.optim.Optimizer, groups_of: dict[Any, Any]) -> Iterator[str]:
+        kind, groups, mode = type(given), given.param_groups, f"memory_mode={self.name!r}"
+        decoupled = kind is not torch.optim.Adam or all(group.get("weight_decay") == 0 for group in groups)
+        if kind not in self.mode.replaces or not decoupled:
+            yield (
+                f"{mode} replaces {_any_of(self.mode.replaces)}, and this optimizer is "
+                f"{kind.__name__}{'' if decoupled else ' with weight_decay'}: use an AdamW, or drop memory_mode."
+            )
+        if given.state:
+            yield (
+                f"{mode}: the optimizer has stepped or was loaded before, and its state would be lost: prepare it before the "
+                "first step, and load into what is returned."
+            )
+        for key in _UNSUPPORTED:
+            if any(group.get(key) for group in groups):
+                yield f"{mode}: its optimizer has no {key}: leave it out."
+        for key in SHARED:
+            if any(group.get(key) != groups[0].get(key) for group in groups):
+                yield (
+                    f"{mode} has one {key} for all parameters, and the optimizer's groups differ: give all groups the same."
+                )
+        if self.mode.updates_in_backward():
+            yield (
+                f"{mode}: update_in_backward excludes clipping, accumulation and loss scaling, which cannot be checked in a "
+                "loop of your own: leave it out, or use the Trainer."
+            )
+        known = {id(one) for one in model.parameters()}
+        foreign = sum(id(one) not in known and one not in self._before for one in groups_of)
+        if foreign:
+            yield (f"{mode}: the optimizer has {foreign} parameters that are not the model's: make one for each model.")
+        missing = [
+            name
+            for name, one in model.named_parameters()
+            if one.requires_grad and one not in groups_of and name not in self._added
+        ]
+        if missing:
+            yield (
+                f"{mode}: {len(missing)} parameters that require gradients, such as {missing[0]}, are not in the optimizer: "
+                "freeze them with requires_grad_(False), or add them."
+            )
 
     def _refuse_gradient(self, parameter: torch.Tensor) -> None:
         if self._made() is None:
@@ -197,27 +195,6 @@ class AppliedMode:
                 f"memory_mode={self.name!r} has an optimizer of its own, which is not in use: pass yours to "
                 "session.prepare_optimizer or Accelerator.prepare, and use what is returned."
             )
-
-
-def _check_members(
-    model: nn.Module, groups_of: dict[Any, Any], added: set[str], before: WeakTensorKeyDictionary, name: str
-) -> None:
-    known = {id(one) for one in model.parameters()}
-    foreign = sum(id(one) not in known and one not in before for one in groups_of)
-    missing = [
-        each
-        for each, one in model.named_parameters()
-        if one.requires_grad and one not in groups_of and each not in added
-    ]
-    if foreign:
-        raise OffloadConfigError(
-            f"memory_mode={name!r}: the optimizer has {foreign} parameters that are not the model's: make one for each model."
-        )
-    if missing:
-        raise OffloadConfigError(
-            f"memory_mode={name!r}: {len(missing)} parameters that require gradients, such as {missing[0]}, are not in the "
-            "optimizer: freeze them with requires_grad_(False), or add them."
-        )
 
 
 def _any_of(kinds: tuple[type[torch.optim.Optimizer], ...]) -> str:

@@ -30,7 +30,6 @@ class OptimizerBytes:
         moved: Bytes that a step reads and writes.
         gradients: Most bytes of gradients, where other weights than those of the counted step may have more.
         buffers: Bytes that are there while losses are computed, too, and not between steps.
-        copies: How many of them are copies of weights, which are kept on the tier instead where weights are on one.
     """
 
     state: int
@@ -38,7 +37,6 @@ class OptimizerBytes:
     moved: int
     gradients: int = 0
     buffers: int = 0
-    copies: int = 0
 
 
 @settings(frozen=True, kw_only=True)

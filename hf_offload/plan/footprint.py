@@ -140,7 +140,6 @@ class Footprint:
         tiled: Modules that are computed a few tokens at a time.
         state_bytes: How much of ``base_bytes`` is optimizer state.
         buffer_bytes: How much of ``base_bytes`` the optimizer has for the time of a step, forward included.
-        copy_bytes: How much of ``buffer_bytes`` copies weights. Those on a tier are kept there instead.
         is_one_stack: Whether two forwards may use each block right after each other.
         sampled: Linear layers whose weight gradient is estimated from a part of their input.
         min_bytes: Smaller tensors stay in memory; 0 where that is not known.
@@ -175,7 +174,6 @@ class Footprint:
     sampled: tuple[str, ...] = ()
     state_bytes: int = 0
     buffer_bytes: int = 0
-    copy_bytes: int = 0
     is_one_stack: bool = False
     min_bytes: int = 0
     small_bytes: int = 0

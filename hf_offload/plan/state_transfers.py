@@ -40,15 +40,13 @@ def place_state(
         and weights_leave(footprint, placement)
     ):
         footprint = in_turns(footprint)
-    copies = footprint.copy_bytes if placement.weights is not None and now.weights is None else 0
     windows = _windows(footprint, placement, budget_bytes)
     buffers = sum(windows[kind] for kind in (STATE, GRADIENTS) if kind in windows) if on_host else 0
     weights = _weights_bytes(footprint, placement, on_host) - _weights_bytes(footprint, now, on_host)
     in_flight = buffers + (windows[WEIGHTS] if on_host and weights_leave(footprint, placement) else 0)
     found = dataclasses.replace(
         footprint,
-        base_bytes=footprint.base_bytes + buffers + weights - copies,
-        buffer_bytes=footprint.buffer_bytes - copies,
+        base_bytes=footprint.base_bytes + buffers + weights,
         transfers=tuple(sorted(_transfers(footprint, placement), key=lambda one: one.at)),
         transfer_windows=windows,
         transfer_spares=_spares(footprint, windows, budget_bytes),

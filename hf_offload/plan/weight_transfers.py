@@ -109,9 +109,7 @@ def in_turns(footprint: Footprint) -> Footprint:
 
 
 def _of_two_passes(footprint: Footprint, placement: StatePlacement) -> list[Transfer]:
-    """What leaves is brought and written once by both passes at once, and by each of two. Weights that are to be as they
-    were are copied, and the copies are all written and read.
-    """
+    """What leaves is brought and written once by both passes at once, and by each of two."""
     assert placement.weights is not None
     total = sum(one.weight_bytes for one in footprint.weights.values())
     # Where any leave, there is room for a block that is read ahead; where no third one fits, none stays until the next step.
@@ -131,8 +129,6 @@ def _of_two_passes(footprint: Footprint, placement: StatePlacement) -> list[Tran
                 Transfer(WEIGHTS, unit, placement.weights, round(one.weight_bytes * share), use, loads=True),
                 Transfer(WEIGHTS, unit, placement.weights, round(one.trained_bytes * share), use, loads=False),
             ]
-        if footprint.copy_bytes:
-            found += both_ways(WEIGHTS, unit, placement.weights, one.trained_bytes, first)
     return [one for one in found if one.nbytes]
 
 

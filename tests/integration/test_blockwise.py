@@ -1,4 +1,4 @@
-"""Block-wise training with Accelerate, the Trainer, several processes, offloaded activations and sampled layers."""
+"""Block-wise training with Accelerate, several processes, plans and sampled layers."""
 
 import copy
 
@@ -6,19 +6,17 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, TrainingArguments
 
 from hf_offload import OffloadConfig, OffloadConfigError, attach, offload_activations
 from hf_offload.methods.blockwise import BlockwiseConfig, BlockwiseOptimizer, release
 from tests.helpers.blockwise import badam, lisa
 from tests.helpers.gloo_processes import assert_done, run_in_processes
-from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
+from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
 from tests.helpers.train import assert_same
 
 PROCESSES = 2
 BADAM = badam(switch_every=1, seed=1)
 LISA = lisa(blocks_active=1, switch_every=2, seed=1)
-CONFIGS = pytest.mark.parametrize("config", [BADAM, LISA], ids=["badam", "lisa"])
 
 
 def build(model, config=BADAM, **options):
@@ -38,7 +36,7 @@ def train(model, optimizer, steps, batches=1, first=0):
         optimizer.zero_grad()
 
 
-# -- Accelerate and the Trainer ---------------------------------------------------------------------------------------
+# -- Accelerate and torch.compile --------------------------------------------------------------------------------------
 
 
 def test_an_accelerated_loop_steps_once_per_accumulation():
@@ -59,47 +57,6 @@ def test_an_accelerated_loop_steps_once_per_accumulation():
     assert optimizer.active == expected.active
     for name, tensor in weights(model).items():
         torch.testing.assert_close(tensor, weights(plain)[name], rtol=1e-5, atol=1e-6)
-
-
-def test_accelerate_saves_and_loads_a_state(tmp_path):
-    whole = tiny_model("llama", dropout=0.0)
-    train(whole, build(whole, LISA), 9)
-    for steps, first in [(5, 0), (4, 5)]:
-        accelerator = Accelerator(cpu=True)
-        model, optimizer = accelerator.prepare(*(lambda m: (m, build(m, LISA)))(tiny_model("llama", dropout=0.0)))
-        if first:
-            accelerator.load_state(tmp_path)
-        train(model, optimizer, steps, first=first)
-        accelerator.save_state(tmp_path, safe_serialization=False)
-    assert_same(weights(model), weights(whole))
-
-
-def run_trainer(folder, config, steps, resume=None, **arguments):
-    model = tiny_model("llama", dropout=0.1)
-    optimizer = build(model, config)
-    settings = {
-        "output_dir": str(folder), "max_steps": 8, "per_device_train_batch_size": 2, "save_steps": 3, "report_to": [],
-        "gradient_accumulation_steps": 2, "lr_scheduler_type": "linear", "use_cpu": True, "disable_tqdm": True,
-        "seed": 3,
-    }  # fmt: skip
-    trainer = Trainer(
-        model,
-        TrainingArguments(**settings | arguments),
-        train_dataset=ExampleDataset("llama", 16),
-        optimizers=(optimizer, None),
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    return model, optimizer
-
-
-@CONFIGS
-def test_the_trainer_resumes_bit_for_bit(config, tmp_path):
-    model, optimizer = run_trainer(tmp_path, config, 8)
-    assert optimizer.turn == 8 // config.switch_every
-    resumed, _ = run_trainer(tmp_path / "again", config, 8, resume=str(tmp_path / "checkpoint-3"))
-    assert_same(weights(resumed), weights(model))
-    before = weights(tiny_model("llama", dropout=0.1))
-    assert any(not torch.equal(tensor, before[name]) for name, tensor in weights(model).items())
 
 
 def test_a_compiled_model_is_compiled_once_for_each_set_of_blocks():
@@ -123,22 +80,6 @@ def test_a_compiled_model_is_compiled_once_for_each_set_of_blocks():
 
 
 # -- offloaded activations and sampled layers -------------------------------------------------------------------------
-
-
-@CONFIGS
-def test_offloading_changes_no_bit(config, tmp_path):
-    def run(offload):
-        model = tiny_model("llama", dropout=0.1)
-        optimizer = build(model, config)
-        torch.manual_seed(5)
-        with offload_activations(model, offload) as session:
-            train(model, optimizer, 9, batches=2)
-        return weights(model), session
-
-    expected, _ = run(OffloadConfig(tier="none"))
-    found, session = run(OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0))
-    assert session.stats.total.offloaded_bytes > 0
-    assert_same(found, expected)
 
 
 def test_a_plan_made_while_training_changes_no_bit(tmp_path):

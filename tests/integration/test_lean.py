@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_offload import OffloadConfig, OffloadConfigError, RecomputeElementwiseConfig, attach, offload_activations
 from hf_offload.transforms.rematerialization.apply import Rematerialization
@@ -99,32 +100,29 @@ def test_relu_keeps_bits_and_its_result_only_where_it_is_needed(trained):
     assert_same(run(models[1], "t5"), run(models[0], "t5"))
 
 
-def test_what_a_block_of_llama_no_longer_saves():
-    sizes = {}
-    for switches in ((), ("activations",), ("norms",)):
-        model = tiny_model("llama")
-        lean(model, *switches)
-        sizes[switches] = saved_bytes(model, "llama")
-    wide = TOKENS * 2 * HIDDEN * FLOATS
-    # In each of two blocks: act(gate), and its product with up.
-    assert sizes[()] - sizes["activations",] == 2 * 2 * wide
-    # Of five norms, what is scaled and the result.
-    assert sizes[()] - sizes["norms",] >= 5 * 2 * TOKENS * HIDDEN * FLOATS
+WIDE = TOKENS * 2 * HIDDEN * FLOATS
 
 
-def test_what_a_block_of_gpt2_no_longer_saves():
-    sizes = {}
-    for switches in ((), ("activations",), ("norms",), ("dropout",)):
-        model = tiny_model("gpt2")
-        lean(model, *switches)
-        sizes[switches] = saved_bytes(model, "gpt2")
-    wide = TOKENS * 4 * HIDDEN * FLOATS
-    # In each of two blocks, the activation function's tensors but for its input: half of it, its hyperbolic tangent, one
-    # more than that, and the result.
-    assert sizes[()] - sizes["activations",] == 2 * 4 * wide
-    assert sizes[()] - sizes["norms",] == 5 * TOKENS * HIDDEN * FLOATS
-    # One mask of the embeddings and two a block, 32 bits an element before, 1 now.
-    assert sizes[()] - sizes["dropout",] == 5 * (TOKENS * HIDDEN * FLOATS - TOKENS * HIDDEN // 8)
+@pytest.mark.parametrize(
+    ("name", "switch", "saved"),
+    [
+        # In each of two blocks: act(gate), and its product with up.
+        ("llama", "activations", 2 * 2 * WIDE),
+        # Of five norms, what is scaled and the result, and what is not a multiple of either.
+        ("llama", "norms", None),
+        # In each of two blocks, the activation function's tensors but for its input: half of it, its hyperbolic tangent, one
+        # more than that, and the result.
+        ("gpt2", "activations", 2 * 4 * 2 * WIDE),
+        ("gpt2", "norms", 5 * TOKENS * HIDDEN * FLOATS),
+        # One mask of the embeddings and two a block, 32 bits an element before, 1 now.
+        ("gpt2", "dropout", 5 * (TOKENS * HIDDEN * FLOATS - TOKENS * HIDDEN // 8)),
+    ],
+)
+def test_what_a_block_no_longer_saves(name, switch, saved):
+    usual, changed = tiny_model(name), tiny_model(name)
+    lean(changed, switch)
+    found = saved_bytes(usual, name) - saved_bytes(changed, name)
+    assert found == saved or (saved is None and found >= 5 * 2 * TOKENS * HIDDEN * FLOATS)
 
 
 def test_derivatives_take_a_quarter_of_the_input():
@@ -135,7 +133,52 @@ def test_derivatives_take_a_quarter_of_the_input():
     )
 
 
-# -------------------------------------------------------------------------------------------------------------- off, and back
+# ----------------------------------------------------------------------------------------------------- norms of other classes
+
+
+class NoisyRMSNorm(nn.RMSNorm):
+    def forward(self, x):
+        return super().forward(x) + 0.1 * torch.randn_like(x)
+
+
+class CountingLayerNorm(nn.LayerNorm):
+    calls = 0
+
+    def forward(self, input):
+        self.calls += 1
+        return super().forward(input) * (1 + 0.1 * self.calls)
+
+
+class CenteringLayerNorm(nn.LayerNorm):
+    def forward(self, input):
+        return super().forward(input.sub_(input.mean(-1, keepdim=True)))
+
+
+@pytest.mark.parametrize("kind", [NoisyRMSNorm, CountingLayerNorm, CenteringLayerNorm])
+def test_no_bit_changes_whatever_a_norm_of_another_class_does(kind):
+    def run(is_lean):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.Linear(24, 24), kind(24), nn.Linear(24, 24))
+        if is_lean:
+            assert "3" not in lean(model, "norms").names
+        for _ in range(2):
+            model(torch.linspace(-1, 1, 8 * 24).view(8, 24).sin()).square().sum().backward()
+        return gradients(model)
+
+    expected, found = run(False), run(True)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_where_only_such_norms_are_the_error_says_what_is_looked_for():
+    with pytest.raises(OffloadConfigError, match=r"RMSNorm of torch, and those of transformers.*NoisyRMSNorm"):
+        lean(nn.Sequential(NoisyRMSNorm(24)), "norms")
+
+
+@pytest.mark.parametrize("dtype", [torch.float, torch.bfloat16])
+def test_norms_of_transformers_are_recomputed(dtype):
+    model = nn.Sequential(LlamaRMSNorm(24)).to(dtype)
+    assert lean(model, "norms").names == ("0",)
+    assert model(torch.ones(4, 24, dtype=dtype).requires_grad_()).grad_fn.name() == "_RecomputedBackward"
 
 
 # --------------------------------------------------------------------------------------------- changes, hooks, views, the end
@@ -164,36 +207,31 @@ class Changing(nn.Module):
         return out
 
 
-def rows(requires_grad=False):
-    return torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).requires_grad_(requires_grad)
+def rows():
+    return torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+
+
+def assert_the_same_gradients(usual, changed):
+    lean(changed, "activations")
+    for model in (usual, changed):
+        model(rows()).square().sum().backward()
+    assert_same(gradients(changed), gradients(usual))
 
 
 def test_a_result_that_changed_is_not_made_again():
-    models = Changing("result", "before"), Changing("result", "before")
-    lean(models[1], "activations")
-    for model in models:
-        model(rows()).square().sum().backward()
-    expected, found = map(gradients, models)
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    assert_the_same_gradients(Changing("result", "before"), Changing("result", "before"))
 
 
 def test_a_result_may_change_when_it_is_not_needed_any_more():
     """The usual layer has saved it, and raises."""
-    changed, plain = Changing("result", "after"), Changing()
-    lean(changed, "activations")
-    for model in (changed, plain):
-        model(rows()).square().sum().backward()
-    assert torch.equal(changed.second.weight.grad, plain.second.weight.grad)
+    assert_the_same_gradients(Changing(), Changing("result", "after"))
 
 
 def test_a_hook_that_replaces_a_result_is_heard():
     models = Changing(), Changing()
-    lean(models[1], "activations")
     for model in models:
         model.act.register_forward_hook(lambda module, args, result: result * 2)
-        model(rows()).square().sum().backward()
-    expected, found = map(gradients, models)
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    assert_the_same_gradients(*models)
 
 
 def formulas_of(model):

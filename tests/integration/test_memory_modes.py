@@ -21,6 +21,7 @@ from tests.helpers.loaded_processes import run_python
 from tests.helpers.tables import rows
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
 from tests.helpers.torchao_optimizers import optimizer_of
+from tests.helpers.trainers import QUIET
 
 SETTINGS = {
     "lora": {"rank": 4},
@@ -42,20 +43,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:Futur
 
 
 def arguments(folder, mode, settings=None, **others):
-    defaults = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 2,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "memory_mode": mode,
-        "memory_mode_kwargs": SETTINGS.get(mode) if settings is None else settings,
-    }
-    return OffloadTrainingArguments(**defaults | others)
+    kwargs = SETTINGS.get(mode) if settings is None else settings
+    usual = {"max_steps": STEPS, "learning_rate": 1e-2, "logging_steps": 1}
+    mine = {"output_dir": str(folder), "memory_mode": mode, "memory_mode_kwargs": kwargs}
+    return OffloadTrainingArguments(**QUIET | usual | mine | others)
 
 
 def trainer(folder, mode, settings=None, name="llama", **others):

@@ -24,6 +24,8 @@ from hf_offload.session import attached_session
 from hf_offload.settings.environment import variables_for
 from hf_offload.settings.memory_modes import memory_mode
 from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
+from tests.helpers.train import same
+from tests.helpers.trainers import QUIET
 
 STEPS = 4
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft uses the older name
@@ -40,22 +42,9 @@ def _accelerators_are_detached():
 
 
 def arguments(folder, **others):
-    defaults = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 2,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "weight_decay": 0.1,
-        "max_grad_norm": 0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "memory_mode": "mezo",
-        "memory_mode_kwargs": SETTINGS,
-    }
-    return OffloadTrainingArguments(**defaults | others)
+    usual = {"max_steps": STEPS, "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0, "logging_steps": 1}
+    mine = {"output_dir": str(folder), "memory_mode": "mezo", "memory_mode_kwargs": SETTINGS}
+    return OffloadTrainingArguments(**QUIET | usual | mine | others)
 
 
 class InOrder(Trainer):
@@ -75,8 +64,8 @@ def losses(run):
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
-def same(one, other):
-    return all(torch.equal(weight, other[name]) for name, weight in one.items())
+def most_change(one, other):
+    return max(float((weight - other[name]).abs().max()) for name, weight in one.items())
 
 
 def by_hand(run, name="llama", micro_batches=1):
@@ -146,8 +135,7 @@ def test_a_loss_of_ones_own_is_averaged_too(tmp_path):
 @pytest.mark.parametrize(("labels", "micro_batches"), [("none", 1), ("one, shifted away", 2)])
 def test_a_batch_without_labels_changes_no_weight(labels, micro_batches, tmp_path):
     """Its loss is NaN and its gradient 0: other optimizers go on, too."""
-    settings = SETTINGS | {"restore": "pristine"}
-    run = trainer(tmp_path, memory_mode_kwargs=settings, gradient_accumulation_steps=micro_batches, weight_decay=0)
+    run = trainer(tmp_path, gradient_accumulation_steps=micro_batches, weight_decay=0)
     data = [dict(row, labels=row["labels"].clone()) for row in run.train_dataset]
     of_a_step = 2 * micro_batches
     for row in data[of_a_step : 2 * of_a_step]:
@@ -161,8 +149,8 @@ def test_a_batch_without_labels_changes_no_weight(labels, micro_batches, tmp_pat
 
     run.add_callback(Look())
     run.train()
-    changes = [not same(one, other) for one, other in itertools.pairwise(passed)]
-    assert changes == [False, *[True] * (STEPS - 2)]
+    changes = [most_change(one, other) > 1e-6 for one, other in itertools.pairwise(passed)]
+    assert changes == [False, *[True] * (STEPS - 2)]  # rounding errors stay
     assert [row.gradient == 0 for row in mezo_of(run.optimizer).log.rows] == [False, True, *[False] * (STEPS - 2)]
     assert torch.tensor(losses(run)).isfinite().all()
 
@@ -233,7 +221,7 @@ def test_adapters_alone(tmp_path):
         tiny_model("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     )
     before = weights(model)
-    run = trainer(tmp_path, model, memory_mode_kwargs=SETTINGS | {"restore": "pristine"})
+    run = trainer(tmp_path, model)
     run.train()
     after = weights(run.model)
     changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
@@ -393,30 +381,19 @@ def test_a_command_rebuilds_checkpoints(tmp_path):
         assert not (tmp_path / "other").exists()
 
 
-def test_a_command_rebuilds_adapters_and_what_was_trained_in_another_dtype(tmp_path):
+def test_a_command_rebuilds_what_was_trained_in_another_dtype(tmp_path):
     tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "base")
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    model.save_pretrained(tmp_path / "adapters")
-    run = trainer(tmp_path, model, save_strategy="steps", save_steps=STEPS)
-    run.train()
-    result = replayed(tmp_path / f"checkpoint-{STEPS}", tmp_path / "adapters", "--output", tmp_path / "rebuilt")
-    assert result.exit_code == 0, result.stderr
-    name = "adapter_model.safetensors"
-    expected = load_file(tmp_path / f"checkpoint-{STEPS}" / name)
-    assert same(expected, load_file(tmp_path / "rebuilt" / name))
-
     whole = trainer(
-        tmp_path / "whole",
+        tmp_path,
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32),
         save_strategy="steps",
         save_steps=STEPS,
     )
     whole.train()
-    folder = tmp_path / "whole" / f"checkpoint-{STEPS}"
-    result = replayed(folder, tmp_path / "base", "--output", tmp_path / "whole" / "rebuilt")
+    folder = tmp_path / f"checkpoint-{STEPS}"
+    result = replayed(folder, tmp_path / "base", "--output", tmp_path / "rebuilt")
     assert result.exit_code == 0, result.stderr
-    found = load_file(tmp_path / "whole" / "rebuilt" / "model.safetensors")
+    found = load_file(tmp_path / "rebuilt" / "model.safetensors")
     assert same(load_file(folder / "model.safetensors"), found)
     assert {one.dtype for one in found.values()} == {torch.float32}
 
@@ -425,13 +402,15 @@ def test_a_command_rebuilds_adapters_and_what_was_trained_in_another_dtype(tmp_p
     ("config", "called"),
     [
         (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "default"),
+        (peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"), "default"),
         (peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"), "mine"),
     ],
-    ids=["prompt", "named"],
+    ids=["prompt", "lora", "named"],
 )
 def test_a_command_rebuilds_learned_prompts_and_adapters_of_any_name(config, called, tmp_path):
-    tiny_model("llama").save_pretrained(tmp_path / "base")
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    """With a base that has another dtype in its files."""
+    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     model = peft.get_peft_model(base, config, adapter_name=called)
     model.save_pretrained(tmp_path / "initial")
     run = trainer(tmp_path, model, save_strategy="steps", save_steps=2, max_steps=2)
@@ -461,7 +440,6 @@ def test_a_command_rebuilds_learned_prompts_and_adapters_of_any_name(config, cal
         ({"recompute_elementwise": "norms"}, "recompute_elementwise needs a backward pass"),
         ({"optim": "sgd"}, "both choose the optimizer"),
         ({"memory_mode_kwargs": {"eps": 0}}, "eps=0"),
-        ({"memory_mode_kwargs": {"restore": "exact"}}, "restore='exact'"),
         ({"memory_mode_kwargs": {"rank": 4}}, "memory_mode='mezo' has no setting 'rank'"),
     ],
 )

@@ -46,9 +46,9 @@ def loss_of(model, step):
     return model(**tiny_batch(model.config.model_type, seed=step)).loss
 
 
-def trained(model, loss_of=loss_of, restore="reference"):
+def trained(model, loss_of=loss_of):
     """The weights, the log, and the losses, after some steps."""
-    optimizer = MeZO(model.parameters(), model, restore=restore, **SETTINGS)
+    optimizer = MeZO(model.parameters(), model, **SETTINGS)
     losses = [float(optimizer.step(lambda step=step: loss_of(model, step))) for step in range(STEPS)]
     return weights(model), optimizer.log, losses
 
@@ -74,27 +74,27 @@ def said(caplog):
 
 
 @pytest.mark.parametrize(
-    ("name", "tier", "how", "restore"),
+    ("name", "tier", "how"),
     [
-        ("gpt2", "ssd", [ONCE], "reference"),
-        ("bert", "ssd", [ONCE], "pristine"),
-        ("llama", "ram", [ONCE], "pristine"),
-        ("mixtral", "ssd", [ONCE], "reference"),
-        ("t5", "ram", [], "reference"),  # two stacks
+        ("gpt2", "ssd", [ONCE]),
+        ("bert", "ssd", [ONCE]),
+        ("llama", "ram", [ONCE]),
+        ("mixtral", "ssd", [ONCE]),
+        ("t5", "ram", []),  # two stacks
     ],
 )
-def test_one_visit_has_the_bits_of_two_passes_and_of_a_second_implementation(name, tier, how, restore, tmp_path, said):
-    expected = trained(deep(name), restore=restore)
+def test_one_visit_has_the_bits_of_two_passes_and_of_a_second_implementation(name, tier, how, tmp_path, said):
+    expected = trained(deep(name))
     assert said() == []
     model = deep(name)
     session = attached(model, tmp_path, tier)
-    found = trained(model, restore=restore)
+    found = trained(model)
     assert_same(found, expected)
     assert said() == how
     assert session.residency.most_bytes <= session.residency.budget_bytes
     theirs = deep(name)
     groups = [{"params": list(theirs.parameters()), "lr": SETTINGS["lr"], "weight_decay": SETTINGS["weight_decay"]}]
-    reference = ReferenceMeZO(theirs, groups, SETTINGS["eps"], restore)
+    reference = ReferenceMeZO(theirs, groups, SETTINGS["eps"])
     for row, step in zip(found[1].rows, range(STEPS), strict=True):
         reference.step(row.seed, lambda model, step=step: loss_of(model, step))
     assert_same(found[0], weights(theirs))
@@ -246,9 +246,9 @@ class Lost(Exception):
     pass
 
 
-def steps_around(model, fail, restore="reference"):
+def steps_around(model, fail):
     """Two steps, one that ``fail`` breaks off, and a last one: weights, log and its loss."""
-    optimizer = MeZO(model.parameters(), model, restore=restore, **SETTINGS)
+    optimizer = MeZO(model.parameters(), model, **SETTINGS)
     for step in range(2):
         optimizer.step(lambda step=step: loss_of(model, step))
     fail(model, optimizer)
@@ -275,8 +275,8 @@ def test_a_tensor_that_a_later_step_changes_for_the_first_time_is_an_error(way, 
 
 
 @pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize(("error", "restore"), [(Lost, "reference"), (KeyboardInterrupt, "pristine")])
-def test_an_error_in_either_pass_leaves_weights_as_two_passes_would(which, error, restore, tmp_path):
+@pytest.mark.parametrize("error", [Lost, KeyboardInterrupt])
+def test_an_error_in_either_pass_leaves_weights_as_two_passes_would(which, error, tmp_path):
     threads_of_calls = []
 
     def fail(model, optimizer):
@@ -295,7 +295,7 @@ def test_an_error_in_either_pass_leaves_weights_as_two_passes_would(which, error
         threads_of_calls.append(len(set(calls)))
         assert threading.active_count() <= threads  # those of other models may end meanwhile
 
-    in_memory_and_on_a_tier(tmp_path, deep, lambda model: steps_around(model, fail, restore))
+    in_memory_and_on_a_tier(tmp_path, deep, lambda model: steps_around(model, fail))
     assert threads_of_calls == [1, 1 + which]
 
 

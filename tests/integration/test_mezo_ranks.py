@@ -49,11 +49,11 @@ def loss_of(model, step, rank):
     return model(**tiny_batch("gpt2", seed=10 * rank + step)).loss
 
 
-def expected_after(log, restore="reference"):
+def expected_after(log):
     """One process, an independent MeZO, and the losses of both ranks' batches."""
     model = deep()
     group = {"params": list(model.parameters()), "lr": RATE, "weight_decay": DECAY}
-    reference = ReferenceMeZO(model, [group], SETTINGS["eps"], restore)
+    reference = ReferenceMeZO(model, [group], SETTINGS["eps"])
     for step, row in enumerate(log.rows):
         group["lr"] = RATE / (1 + step)
         mean = lambda model, step=step: loss_of(model, step, 0) / TWO + loss_of(model, step, 1) / TWO  # noqa: E731
@@ -71,28 +71,26 @@ def stepped(model, optimizer, rank, first=0, last=STEPS):
 
 def in_a_loop(rank, folder):
     """What differs at the start becomes that of rank 0."""
-    for restore in ("reference", "pristine"):
-        model = deep(seed=rank)
-        optimizer = MeZO(model.parameters(), model, lr=RATE, weight_decay=DECAY, restore=restore, **SETTINGS)
-        stepped(model, optimizer, rank)
-        assert same(weights(model), expected_after(optimizer.log, restore))
-        assert is_everywhere_the_same(model, optimizer)
-        initial = weights(deep())
-        replay(optimizer.log, initial)
-        assert same(initial, weights(model))
-        optimizer.end_training()
+    model = deep(seed=rank)
+    optimizer = MeZO(model.parameters(), model, lr=RATE, weight_decay=DECAY, **SETTINGS)
+    stepped(model, optimizer, rank)
+    assert same(weights(model), expected_after(optimizer.log))
+    assert is_everywhere_the_same(model, optimizer)
+    initial = weights(deep())
+    replay(optimizer.log, initial)
+    assert same(initial, weights(model))
+    optimizer.end_training()
 
 
 def on_a_tier(rank, folder):
-    for tier, restore in (("ssd", "reference"), ("ram", "pristine")):
+    for tier in ("ssd", "ram"):
         model = deep(seed=rank)
         files = {"directory": folder} if tier == "ssd" else {}
-        mode = MEZO | {"memory_mode_kwargs": SETTINGS | {"restore": restore}}
-        session = attach(model, OffloadConfig(**mode, params=tier, min_bytes=1024, **files))
+        session = attach(model, OffloadConfig(**MEZO, params=tier, min_bytes=1024, **files))
         optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY))
         stepped(model, optimizer, rank)
         assert session.residency.most_bytes <= session.residency.budget_bytes
-        assert same(weights(model), expected_after(optimizer.log, restore))
+        assert same(weights(model), expected_after(optimizer.log))
         assert is_everywhere_the_same(model, optimizer)
         session.detach()
 
@@ -148,7 +146,7 @@ def in_the_trainer(rank, folder):
     assert is_everywhere_the_same(run.model, optimizer)
     model, rows = tiny_model("llama", seed=0), ExampleDataset("llama", 24)
     group = {"params": list(model.parameters()), "lr": RATE, "weight_decay": 0.0}
-    reference = ReferenceMeZO(model, [group], SETTINGS["eps"], "reference")
+    reference = ReferenceMeZO(model, [group], SETTINGS["eps"])
     losses = []
     for step, row in enumerate(optimizer.log.rows):
         parts = [
@@ -177,9 +175,14 @@ class Lost(Exception):
     pass
 
 
+def is_nearly(model, before):
+    """Apart from the rounding errors of going there and back."""
+    return all(torch.allclose(one, before[name], rtol=0, atol=1e-5) for name, one in weights(model).items())
+
+
 def errors_are_those_of_all(rank, folder):
     model = deep(seed=rank)
-    optimizer = MeZO(model.parameters(), model, lr=RATE, weight_decay=DECAY, restore="pristine", **SETTINGS)
+    optimizer = MeZO(model.parameters(), model, lr=RATE, weight_decay=DECAY, **SETTINGS)
     parameter = next(model.parameters())
     if rank == 1:
         parameter.grad = torch.zeros_like(parameter)
@@ -201,17 +204,17 @@ def errors_are_those_of_all(rank, folder):
             optimizer.step(closure)
     with pytest.raises(OffloadError, match="the losses are nan and nan"):
         optimizer.step(lambda: loss_of(model, 0, rank) * (float("nan") if rank else 1.0))
-    assert same(weights(model), before)
+    assert is_nearly(model, before)
     optimizer.param_groups[0]["lr"] = RATE * (1 + rank)
     with pytest.raises(OffloadConfigError, match=r"rank 1 has lr=0\.02, and rank 0 has 0\.01"):
         optimizer.step(lambda: loss_of(model, 0, rank))
-    assert same(weights(model), before)
+    assert is_nearly(model, before)
     optimizer.param_groups[0]["lr"] = RATE
     optimizer.step(lambda: loss_of(model, 0, rank))
-    assert not same(weights(model), before)
+    assert not is_nearly(model, before)
     assert is_everywhere_the_same(model, optimizer)
     if rank == 1:
-        optimizer.load_state_dict(MeZO(model.parameters(), model, **SETTINGS, restore="pristine").state_dict())
+        optimizer.load_state_dict(MeZO(model.parameters(), model, **SETTINGS).state_dict())
     with pytest.raises(OffloadConfigError, match="rank 1 has step=0, and rank 0 has"):
         optimizer.step(lambda: loss_of(model, 0, rank))
 

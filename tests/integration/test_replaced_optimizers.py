@@ -10,11 +10,10 @@ from torch.optim import lr_scheduler as schedulers
 from transformers import get_scheduler
 
 from hf_offload import OffloadConfig, OffloadError, OffloadPlugin, attach
-from hf_offload.settings.memory_modes import memory_mode
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 from tests.helpers.train import assert_same
 from tests.integration.test_memory_modes import SETTINGS
-from tests.integration.test_modes_without_the_trainer import MODES, trained
+from tests.integration.test_modes_without_the_trainer import MODES, directly, trained
 
 STEPS = 6
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-7}
@@ -77,11 +76,7 @@ def result(model, optimizer):
 @functools.cache
 def by_hand(name, schedule):
     """The mode asked for directly, all steps at once."""
-    torch.manual_seed(0)
-    mode = memory_mode(name, SETTINGS[name])
-    model = mode.prepare(tiny_model("llama"))
-    optimizer = mode.optimizer(model, **ADAM, weight_decay=0.0)
-    end = mode.begin_training(optimizer)
+    model, optimizer, end = directly(name, ADAM)
     train(model, optimizer, SCHEDULES[schedule](optimizer) if schedule else None, range(STEPS))
     end()
     return result(model, optimizer)

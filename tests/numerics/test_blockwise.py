@@ -13,7 +13,7 @@ from hf_offload import OffloadConfigError
 from hf_offload.methods.blockwise import BlockwiseConfig, BlockwiseOptimizer, peak_bytes, release
 from tests.helpers.activation_heavy_models import VOCABULARY, build
 from tests.helpers.blockwise import badam, lisa
-from tests.helpers.tiny_models import tiny_model, weights
+from tests.helpers.tiny_models import switch_on_checkpointing, tiny_model, weights
 from tests.helpers.train import assert_same, saved_and_loaded, take_steps
 
 LAYERS = [f"model.layers.{number}" for number in range(4)]
@@ -71,32 +71,21 @@ def test_a_block_that_always_trains_gets_the_usual_updates(optimizer, options):
     assert_same(weights(model), weights(usual))
 
 
-def test_a_block_starts_anew_in_each_turn():
-    """Its updates are those of an optimizer that begins when its turn does."""
+@pytest.mark.parametrize("inactive", ["drop", "keep"])
+def test_a_block_begins_a_turn_anew_or_with_the_state_that_is_kept(inactive):
+    """Its updates are those of an optimizer that begins when its turn does, or that has waited."""
     model = model_of_four()
     usual = copy.deepcopy(model)
-    train(model, BlockwiseOptimizer(model.parameters(), model, BlockwiseConfig(
-        order=[LAYERS[2], LAYERS[0]], outside="never", switch_every=2), lr=1e-2), 8)  # fmt: skip
-    for turn in range(4):
-        layer = usual.model.layers[(2, 0)[turn % 2]]
-        usual.requires_grad_(False)
-        layer.requires_grad_(True)
-        train(usual, torch.optim.AdamW(layer.parameters(), lr=1e-2), 2, first=2 * turn)
-    assert_same(weights(model), weights(usual))
-
-
-def test_state_that_is_kept_is_found_again():
-    model = model_of_four()
-    usual = copy.deepcopy(model)
-    config = BlockwiseConfig(order=[LAYERS[2], LAYERS[0]], outside="never", switch_every=2, inactive_state="keep")
-    blockwise = BlockwiseOptimizer(model.parameters(), model, config, lr=1e-2)
-    train(model, blockwise, 8)
+    config = BlockwiseConfig(order=[LAYERS[2], LAYERS[0]], outside="never", switch_every=2, inactive_state=inactive)
+    train(model, BlockwiseOptimizer(model.parameters(), model, config, lr=1e-2), 8)
     layers = [usual.model.layers[2], usual.model.layers[0]]
     plain = [torch.optim.AdamW(layer.parameters(), lr=1e-2) for layer in layers]
     for turn in range(4):
+        layer = layers[turn % 2]
         usual.requires_grad_(False)
-        layers[turn % 2].requires_grad_(True)
-        train(usual, plain[turn % 2], 2, first=2 * turn)
+        layer.requires_grad_(True)
+        anew = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+        train(usual, plain[turn % 2] if inactive == "keep" else anew, 2, first=2 * turn)
     assert_same(weights(model), weights(usual))
 
 
@@ -264,12 +253,6 @@ def test_what_the_user_freezes_later_stays_frozen():
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     model(**batch(0))
     assert trained(model) == {f"{LAYERS[0]}.{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")}
-
-
-def switch_on_checkpointing(model, *options):
-    """transformers has renamed it, and warns about the older name."""
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    next(getattr(model, name) for name in names if hasattr(model, name))(*options)
 
 
 class Handle:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_offload.errors import OffloadConfigError
@@ -22,6 +23,7 @@ from hf_offload.methods.projected import (
     state_bytes,
 )
 from hf_offload.methods.projected.sizes import adamw_bytes
+from tests.helpers.gloo_processes import assert_done, run_in_processes
 from tests.helpers.tiny_models import tiny_batch, tiny_model, weights
 
 SHARED = {"update_proj_gap": 5}
@@ -250,6 +252,34 @@ def test_sharded_parameters_and_several_processes_are_refused():
     sharded.grad = sharded.detach().clone()
     with pytest.raises(OffloadConfigError, match="is sharded"):
         optimizer.step()
+
+
+# ------------------------------------------------------------------------------------------------------- several processes
+
+
+def replicas_stay_equal(rank, _folder):
+    for name in ("galore", "apollo", "frugal-random"):
+        method = METHODS[name]
+        torch.manual_seed(rank)
+        model = tiny_model("llama", dropout=0.0)
+        wrapped = DistributedDataParallel(model)
+        optimizer = ProjectedAdamW(param_groups(model), method, lr=1e-2)
+        before = weights(model)
+        for step in range(7):
+            wrapped(**tiny_batch("llama", seed=10 * rank + step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        for value in [*weights(model).values(), *states]:
+            everywhere = [torch.empty_like(value) for _ in range(2)]
+            dist.all_gather(everywhere, value.contiguous())
+            assert torch.equal(*everywhere), method
+        assert not torch.equal(before["lm_head.weight"], model.lm_head.weight)
+
+
+def test_replicas_of_two_processes_stay_equal(tmp_path):
+    run_in_processes([replicas_stay_equal], 2, tmp_path)
+    assert_done(replicas_stay_equal, 2, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------- bytes and losses

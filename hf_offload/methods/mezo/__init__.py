@@ -2,8 +2,7 @@
 rebuilds every step. Nothing here knows the Trainer.
 """
 
-from hf_offload.methods.mezo.directions import RESTORES
 from hf_offload.methods.mezo.log import LOG_FILE, MezoLog, replay
 from hf_offload.methods.mezo.optimizer import MeZO
 
-__all__ = ["LOG_FILE", "RESTORES", "MeZO", "MezoLog", "replay"]
+__all__ = ["LOG_FILE", "MeZO", "MezoLog", "replay"]

@@ -18,11 +18,6 @@ from torch import Tensor
 PLUS, MINUS, BACK = 1, -2, 1
 """The weights' way in units of ``eps z``: to ``+1``, from there to ``-1``, and back."""
 
-RESTORES = ("reference", "pristine")
-"""``reference``: weights go back along the direction, as in the authors' code, which leaves rounding errors behind.
-``pristine``: they are as they were.
-"""
-
 # So few elements that PyTorch computes with one thread: others would have to wake up for each operation, between which one
 # thread draws for a millisecond.
 _PIECE = 1 << 15

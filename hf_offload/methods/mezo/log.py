@@ -80,7 +80,6 @@ class Setup:
 
     weights: tuple[Trained, ...]
     eps: float
-    restore: str
     seed: int
 
     def moves(self, row: Row, group: int, first: int = 0, last: int = STAGES) -> list[Move]:
@@ -210,13 +209,11 @@ def replay(
         raise OffloadConfigError(
             f"{changed} not what they were before the first step: give the weights training began with."
         )
-    first = UPDATE if setup.restore == "pristine" else 0  # otherwise rounding errors stay
     for number, row in enumerate(log.rows[:count], 1):
         with signals_deferred:
             generator = torch.Generator(chosen[0].device).manual_seed(row.seed)
             for weight, one in zip(chosen, setup.weights, strict=True):
-                moves = setup.moves(row, one.group, first)
-                make_moves(weight, memory_for(weight, weight.device), generator, moves)
+                make_moves(weight, memory_for(weight, weight.device), generator, setup.moves(row, one.group))
         on_step(number)
     changed = _different(log.final, chosen, setup) if count == len(log.rows) else ""
     if changed:

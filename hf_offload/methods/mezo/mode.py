@@ -9,20 +9,18 @@ from pydantic import Field
 from torch import nn
 
 from hf_offload.errors import OffloadError
-from hf_offload.methods.mezo import LOG_FILE, RESTORES, MeZO
-from hf_offload.methods.mezo.checks import HOW
+from hf_offload.methods.mezo import LOG_FILE, MeZO
 from hf_offload.methods.mezo.directions import direction_bytes
+from hf_offload.methods.mezo.log import STAGES
+from hf_offload.methods.mezo.optimizer import HOW
 from hf_offload.methods.param_groups import WeightDecay, decay_groups
 from hf_offload.methods.protocol import MemoryMode, OptimizerBytes, trained_parameters
 from hf_offload.settings.classes import settings
 from hf_offload.settings.schema import OffloadConfig
-from hf_offload.settings.values import Number, Whole, one_of
+from hf_offload.settings.values import Number, Whole
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-
-_MOVES = 3
-"""Times that weights move along a direction before they are updated along it."""
 
 
 @settings(frozen=True, kw_only=True)
@@ -33,8 +31,6 @@ class Mezo(MemoryMode):
 
     Args:
         eps: How far weights go in a random direction, and in the opposite one.
-        restore: ``"reference"``: weights go back as in the authors' code, which leaves rounding errors. ``"pristine"``: they
-            are copied before, on the tier where they are.
         seed: The seeds of all steps depend on it.
     """
 
@@ -46,13 +42,11 @@ class Mezo(MemoryMode):
     )
 
     eps: Annotated[Number, Field(gt=0)] = 1e-3
-    restore: Annotated[str, one_of(RESTORES)] = "reference"
     seed: Annotated[Whole, Field(ge=-(2**63))] = 0
 
     def optimizer(self, model: nn.Module, *, weight_decay: WeightDecay, **adam: Any) -> torch.optim.Optimizer:
         """:class:`MeZO` over all trainable parameters; of ``adam``, it has ``lr`` alone."""
-        options: dict[str, Any] = {"eps": self.eps, "restore": self.restore, "seed": self.seed}
-        return MeZO(decay_groups(model, weight_decay), model, lr=adam["lr"], **options)
+        return MeZO(decay_groups(model, weight_decay), model, eps=self.eps, seed=self.seed, lr=adam["lr"])
 
     def conflicts(self, args: "TrainingArguments") -> Iterator[str]:
         """What works on gradients, and what shards or copies weights."""
@@ -118,15 +112,12 @@ class Mezo(MemoryMode):
         return 0
 
     def optimizer_bytes(self, model: nn.Module, *, on_cpu: bool, fused: bool) -> OptimizerBytes:
-        """A direction of the largest weight, of which a CPU draws a piece at a time, and a copy of all that are trained with
-        ``restore="pristine"``. Weights and directions are read and written each time that weights move.
+        """A direction of the largest weight, of which a CPU draws a piece at a time. Weights and directions are read and
+        written each time that weights move.
         """
-        weights = list(trained_parameters(model))
-        sizes = [one.nbytes for one in weights]
+        weights = trained_parameters(model)
         drawn = max((direction_bytes(one, on_cpu=on_cpu) for one in weights), default=0)
-        copies = sum(sizes) if self.restore == "pristine" else 0
-        moved = (_MOVES + 1) * 4 * sum(sizes) + 4 * copies
-        return OptimizerBytes(state=0, step=0, moved=moved, buffers=drawn + copies, copies=copies)
+        return OptimizerBytes(state=0, step=0, moved=4 * STAGES * sum(one.nbytes for one in weights), buffers=drawn)
 
 
 def _refuse_gradient(parameter: torch.Tensor) -> None:

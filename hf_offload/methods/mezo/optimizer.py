@@ -4,24 +4,31 @@ import dataclasses
 import logging
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hf_offload.errors import OffloadConfigError, OffloadError
 from hf_offload.interrupts import signals_deferred
 from hf_offload.methods.mezo.blocks import Passes
-from hf_offload.methods.mezo.checks import HOW, check_options, check_ready, check_weights, losses_of
 from hf_offload.methods.mezo.directions import checksum
 from hf_offload.methods.mezo.log import STAGES, UPDATE, MezoLog, Row, Setup, Trained
 from hf_offload.methods.mezo.processes import Losses, Processes
 from hf_offload.methods.mezo.trajectory import Trajectory
 from hf_offload.methods.projected.projections import draw_seed
+from hf_offload.state.storages import moves
 
 logger = logging.getLogger(__name__)
+
+HOW = (
+    "pass a closure that returns the loss to step(), and leave out backward(). With a Trainer, set memory_mode='mezo' in "
+    "OffloadTrainingArguments"
+)
 
 _SEED_BITS = (1 << 32) - 1
 """PyTorch's generator on the CPU uses no more of a seed."""
@@ -48,10 +55,8 @@ class MeZO(Optimizer):
         params: As for every optimizer, groups with their own ``lr`` and ``weight_decay`` included. Those that do not require
             gradients are left alone.
         model: What computes the loss, with all of ``params``. Directions are drawn in the order of its parameters.
-        eps: How far the weights go in each direction.
-        restore: ``"reference"``: weights go back by adding ``eps z`` again, as in the authors' code. It does not give the
-            same bits: rounding errors stay. ``"pristine"``: a copy of the weights is kept while the losses are computed, on
-            the tier of those that leave memory.
+        eps: How far the weights go in each direction. They go back by adding ``eps z`` again, as in the authors' code:
+            rounding errors stay.
         seed: The seeds of all steps depend on it.
         lr: Learning rate, of groups that have none.
         weight_decay: Of groups that have none.
@@ -62,8 +67,7 @@ class MeZO(Optimizer):
         projected_gradient: ``g`` of the last evaluation.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` for parameters that are sharded, on several devices, or not the
-    model's, for a model that is wrapped for gradients, and for a state dict that was saved with other settings or other
-    parameters.
+    model's, and for a model that is wrapped for gradients.
     """
 
     def __init__(
@@ -72,20 +76,19 @@ class MeZO(Optimizer):
         model: nn.Module,
         *,
         eps: float = 1e-3,
-        restore: str = "reference",
         seed: int = 0,
         lr: float = 1e-6,
         weight_decay: float = 0.0,
     ):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        check_options(eps, restore, self.param_groups)
+        _check_options(eps, self.param_groups)
         group_of = {one: number for number, group in enumerate(self.param_groups) for one in group["params"]}
         mine = [(name, one) for name, one in model.named_parameters() if one in group_of]
         self._weights = {name: one for name, one in mine if one.requires_grad}
-        check_weights(self._weights, model, len(group_of) - len(mine))
+        _check_weights(self._weights, model, len(group_of) - len(mine))
         self._model = weakref.ref(model)
         trained = tuple(Trained.of(name, one, group_of[one]) for name, one in self._weights.items())
-        self.log = MezoLog(Setup(trained, float(eps), restore, seed))
+        self.log = MezoLog(Setup(trained, float(eps), seed))
         self.projected_gradient: float | None = None
         self._evaluated = False
         self._loaded: tuple[int, ...] = ()  # checksums of the weights that a state was saved with
@@ -115,7 +118,7 @@ class MeZO(Optimizer):
         return first
 
     def _check(self) -> None:
-        check_ready(self._weights, self._model_alive(), self.log.setup)
+        _check_ready(self._weights, self._model_alive(), self.log.setup)
         self._trajectory.check()
         saved = zip(self._weights.items(), self._loaded, strict=bool(self._loaded))
         wrong = [name for (name, one), known in saved if checksum(one) != known]
@@ -141,7 +144,7 @@ class MeZO(Optimizer):
                 # Until step() says otherwise, weights go there and back, and no update is made.
                 rows.append(self._row(draw_seed(self.log.setup.seed, 0, before) & _SEED_BITS, math.nan))
                 trajectory.advance(STAGES * before + 1)
-            return self._passes.losses(model, lambda: losses_of(closure()))
+            return self._passes.losses(model, lambda: _losses_of(closure()))
         finally:
             with signals_deferred:
                 for module, training in modes:
@@ -230,22 +233,76 @@ class MeZO(Optimizer):
     def _log_with_sums(self) -> MezoLog:
         return dataclasses.replace(self.log, final=self._sums()) if self.log.rows else self.log
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise OffloadError(
-            "MeZO is not copied or pickled, as it belongs to a model: make one for the other model, and load state_dict()."
-        )
-
     def state_dict(self) -> dict[str, Any]:
         """Options of the groups, and the log, with checksums of the weights as they are now."""
         return {**super().state_dict(), **self._log_with_sums().state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over ``state_dict``.
-
-        Raises :class:`~hf_offload.errors.OffloadConfigError` if it was saved with other settings or other parameters. Weights
-        that are not those it was saved with are an error of the next step.
-        """
+        """Take over ``state_dict``. Raises as :meth:`load_log`, whose log it has."""
         log = MezoLog.from_state(state_dict)
         self.log.setup.check(log.setup)
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self.load_log(log)
+
+
+def _check_options(eps: float, groups: Iterable[dict[str, Any]]) -> None:
+    options = [("eps", eps, eps > 0)]
+    options += [(key, group[key], group[key] >= 0) for group in groups for key in ("lr", "weight_decay")]
+    for key, value, is_in_range in options:
+        if not (is_in_range and value < math.inf):
+            raise OffloadConfigError(f"{key}={value!r}: give a number of 0 or more, and above 0 for eps.")
+
+
+def _check_weights(weights: Mapping[str, nn.Parameter], model: nn.Module, foreign: int) -> None:
+    """Refuse ``weights`` that cannot be trained, a wrapped model, and parameters that are ``foreign`` to it."""
+    if any(isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) for module in model.modules()):
+        raise OffloadConfigError(
+            "DistributedDataParallel has memory for all gradients, and FullyShardedDataParallel parts of weights, while "
+            "directions are drawn for whole ones: give MeZO the model that is not wrapped, which each process computes with. "
+            "MeZO averages the losses of all processes itself."
+        )
+    if foreign or not weights:
+        raise OffloadConfigError(
+            f"{foreign} parameters are not the model's, and {len(weights)} require gradients: give MeZO those of the model "
+            "whose loss is computed, and unfreeze what is to be trained."
+        )
+    for name, one in weights.items():
+        if not (moves(one) and one.is_floating_point() and one.itemsize > 1):
+            raise OffloadConfigError(
+                f"{name} ({one.dtype}, {one.layout}, on {one.device}) is not a whole weight with data of its own: MeZO "
+                "trains dense weights of 16 bits or more that are loaded, and not sharded."
+            )
+    devices = sorted({str(one.device) for one in weights.values()})
+    if len(devices) > 1:
+        raise OffloadConfigError(
+            f"Parameters are on {', '.join(devices)}: MeZO draws directions on one device. Move the model to one."
+        )
+
+
+def _check_ready(weights: Mapping[str, nn.Parameter], model: nn.Module, setup: Setup) -> None:
+    """Refuse a gradient, and a weight that is not what it was when the optimizer was made."""
+    present = dict(model.named_parameters())
+    for (name, one), entry in zip(weights.items(), setup.weights, strict=True):
+        if present.get(name) is not one or Trained.of(name, one, entry.group) != entry or not one.requires_grad:
+            raise OffloadError(
+                f"{name} was frozen after MeZO was made, or is another weight, or has another shape, dtype or device: make a "
+                "new optimizer when the model is as it is to be trained."
+            )
+        if one.grad is not None:
+            raise OffloadError(f"{name} has a gradient, which MeZO does not use: {HOW}.")
+
+
+def _losses_of(value: Any) -> Tensor:
+    """The losses a closure has returned, one or a list of them, ``[count]``."""
+    return torch.cat([_loss_of(one) for one in (value if isinstance(value, list) and value else [value])])
+
+
+def _loss_of(value: Any) -> Tensor:
+    if isinstance(value, (int, float)):
+        return torch.tensor([value], dtype=torch.float64, device="cpu")
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise OffloadError(
+            f"The closure has returned {found}: return the loss, a tensor of one number, or a list of such losses."
+        )
+    return value.detach().reshape(1)

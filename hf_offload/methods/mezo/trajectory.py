@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from hf_offload.errors import OffloadError
 from hf_offload.methods.mezo.directions import Direction, make_moves, memory_for
-from hf_offload.methods.mezo.log import STAGES, UPDATE, MezoLog
+from hf_offload.methods.mezo.log import STAGES, MezoLog
 from hf_offload.state import guard
 from hf_offload.state.contexts import outside
-from hf_offload.state.parked import Parked
 from hf_offload.state.registry import is_held, parked_of
 from hf_offload.state.units import Units, pinned, unit_with
 from hf_offload.state.weights import ParkedWeight
@@ -124,7 +123,6 @@ class _Weight(guard.Debt):
         self.number, self.name = number, name
         self.now = 0
         self._trajectory = trajectory
-        self._copy: Tensor | None = None  # with which it comes back
 
     def check(self) -> None:
         """Raise :class:`~hf_offload.errors.OffloadError` after an error that came while it changed."""
@@ -214,36 +212,11 @@ class _Weight(guard.Debt):
         while self.now < end:
             step, first = divmod(self.now, STAGES)
             last = min(STAGES, end - STAGES * step)
-            if setup.restore == "pristine":
-                first = self._come_back(value, first, last)
             moves = setup.moves(rows[step], setup.weights[self.number].group, first, last)
-            after = STAGES * step + last
             if moves:
                 direction = self._trajectory.direction(step)
                 generator, memory = direction.generator(self.number), memory_for(value, value.device)
                 self.now = -1  # before, an error has not changed it
                 make_moves(value, memory, generator, moves)
                 direction.passed(self.number, generator)
-            self.now = after
-
-    def _come_back(self, value: Tensor, first: int, last: int) -> int:
-        """Be as the copy again, or keep one before moves that are to be undone. Returns the first stage that is left."""
-        if last < UPDATE:
-            if first == 0:
-                self._copy = self._stored(value.clone())
-            return first
-        if self._copy is not None:
-            parked = parked_of(self._copy)
-            if parked is not None:
-                parked.come()
-            value.copy_(self._copy)
-            self._copy = None
-        return UPDATE
-
-    def _stored(self, copy: Tensor) -> Tensor:
-        """On the tier where the weight is."""
-        parked = parked_of(self.parameter)
-        if parked is not None:
-            Parked(copy, f"a copy of {self.name}", parked.store).leave()
-            parked.store.throttle()
-        return copy
+            self.now = STAGES * step + last
