@@ -44,7 +44,6 @@ from hf_offload.state.saved import hook_saved_weights
 from hf_offload.state.units import pinned
 from hf_offload.state.weights import Weights, run_storage
 from hf_offload.storage.opening import open_tier
-from hf_offload.storage.wear import Written
 from hf_offload.structure.units import find_blocks, find_units
 from hf_offload.transforms.order import transforms_for
 from hf_offload.transforms.rematerialization.apply import ElementwiseBlocks
@@ -231,16 +230,14 @@ class OffloadSession:
         assert self._engine is not None
         self._engine.enter_thread()
         self._engine.close()
-        self._storage.wear.keep()
 
     def _wait_if_gone(self) -> None:
         if self._watch is not None and self._model() is None:
             self._watch.join()
 
-    def written(self) -> list[Written]:
-        """Bytes written to each drive by this process and by all runs, after saving the count."""
+    def written(self) -> dict[str, dict[str, int]]:
+        """Bytes that this process has written in the run, by the drive's name and what they are of, such as activations."""
         self._wait_if_gone()
-        self._storage.wear.keep()
         return self._storage.wear.report()
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool = False) -> None:
@@ -467,7 +464,6 @@ class OffloadSession:
         self._end_counters()
         if self._automatic is not None:
             self._automatic.end_step()
-        self._storage.wear.keep(now=False)
         if self._storage.stops:
             self.must_stop = any(self.ranks.gather(self._storage.must_stop))
 
@@ -510,7 +506,6 @@ class OffloadSession:
         try:
             self._take_off()
         finally:
-            self._storage.wear.keep()
             self._storage.members.discard(self)
             self.ranks.close()
 

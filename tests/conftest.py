@@ -15,7 +15,7 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ.pop("HF_OFFLOAD_DISABLE", None)
 # What the machine was measured to do is kept, but not among the user's own files.
 _CACHE = tempfile.TemporaryDirectory(prefix="hf_offload-tests-")
-os.environ["XDG_CACHE_HOME"] = os.environ["XDG_STATE_HOME"] = _CACHE.name
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 # Test processes that run side by side share the cores: more threads than cores wait for each other.
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))

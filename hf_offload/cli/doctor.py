@@ -64,8 +64,8 @@ EFFECTS = (
     Effect(
         "disk tier or snapshots, on first use",
         "one os.register_at_fork() handler, so that no direct read runs during a fork, and children do not keep the "
-        "connection to a snapshot process; with snapshots one atexit handler, so that a script that ends well leaves none",
-        dict.fromkeys((*_RUNS, *_STATE), ("fork handlers",)) | {"snapshots": ("atexit", "fork handlers")},
+        "connection to a snapshot process",
+        dict.fromkeys((*_RUNS, *_STATE, "snapshots"), ("fork handlers",)),
     ),
     Effect(
         "CPU, on first use",
@@ -95,10 +95,7 @@ PROCESSES_OF_COMMANDS = (
     "command launch: when it ends, the kernel sends its processes SIGTERM, and half a minute later they are killed",
     "commands train, launch and bench on a CPU: processes may run with a better allocator, by LD_PRELOAD",
 )
-FILES = (
-    "disk tier: how much was written to each drive, in ~/.local/state/hf_offload/drives",
-    "tier auto and command plan: what this machine was measured to do, in ~/.cache/hf_offload",
-)
+FILES = ("tier auto and command plan: what this machine was measured to do, in ~/.cache/hf_offload",)
 _HEADINGS = {
     "process-wide effects": tuple(f"{effect.when}: {effect.what}" for effect in EFFECTS),
     "effects within a step": WITHIN_A_STEP,
@@ -204,13 +201,12 @@ def _show(machine: "Machine") -> None:
     table.add_row("RAM", f"{available}, {machine.cpu_count} CPU cores")
     for drive in machine.drives:
         way = "direct I/O" if drive.direct_io.usable else "through the page cache"
-        lines = (
+        of_drive = (
             f"{drive.file_system}, {_size(drive.free_bytes)} free",
             f"write {_rate(drive.write)}, read {_rate(drive.read)}, both at once {_rate(drive.both)}",
             f"{way}: {drive.direct_io.reason}",
-            *_written(drive.directory),
         )
-        table.add_row(escape(str(drive.directory)), escape("\n".join(lines)))
+        table.add_row(escape(str(drive.directory)), escape("\n".join(of_drive)))
     answer = "yes" if machine.gpu_direct.usable else "no"
     table.add_row("GPUDirect", escape(f"{answer}: {machine.gpu_direct.reason}"))
     allocator = machine.allocator
@@ -222,14 +218,6 @@ def _show(machine: "Machine") -> None:
     for heading, lines in _HEADINGS.items():
         table.add_row(heading, "\n".join(lines))
     print_table(table)
-
-
-def _written(directory: Path) -> list[str]:
-    from hf_offload.storage.wear import drive_of, read_wear  # slow: it loads torch
-
-    drive = drive_of(directory)
-    known = None if drive is None else read_wear(drive)
-    return [] if known is None else [f"{_size(known[0])} written to it by offloading since {known[1]}"]
 
 
 def _size(nbytes: int | None) -> str:

@@ -11,7 +11,6 @@ from hf_offload.session import OffloadSession
 from hf_offload.settings.sizes import format_bytes
 from hf_offload.state.weights import Weights
 from hf_offload.storage.service import GRADIENTS, OPTIMIZER_STATE
-from hf_offload.storage.wear import Written
 
 _GIB = 2**30
 _MOST_LINES = 4
@@ -61,11 +60,8 @@ def summary_lines(session: OffloadSession, together: bool = True) -> list[str]:
         lines.append(_state(session, together))
     if session.forecast is not None:
         lines.append(_compared(session.forecast, session.most_measured_bytes, session.most_evaluated_bytes))
-    written = session.written()  # every process keeps its count first
-    mine = {each.drive.key: each.accounts for each in written}
-    return lines + _worn(
-        written, session.ranks.gather(mine) if together else [mine], session.config.drive_endurance_bytes
-    )
+    mine = session.written()
+    return lines + _worn(session.ranks.gather(mine) if together else [mine], session.config.drive_endurance_bytes)
 
 
 def moves_state(session: OffloadSession) -> bool:
@@ -100,22 +96,20 @@ def _state(session: OffloadSession, together: bool) -> str:
     return f"{line[:1].upper()}{line[1:]}."
 
 
-def _worn(
-    written: list[Written], everyone: list[dict[str, dict[str, int]]], rated_bytes: int | str | None
-) -> list[str]:
+def _worn(everyone: list[dict[str, dict[str, int]]], rated_bytes: int | str | None) -> list[str]:
+    """What all processes have written to each drive."""
     lines = []
-    for each in written:
+    for drive in dict.fromkeys(name for one in everyone for name in one):
         accounts: collections.Counter[str] = collections.Counter()
         for one in everyone:
-            accounts.update(one.get(each.drive.key, {}))
-        line = f"Drive {each.drive.name}: {format_bytes(accounts.total())} written in this run"
+            accounts.update(one.get(drive, {}))
+        line = f"Drive {drive}: {format_bytes(accounts.total())} written in this run"
         if len(accounts) > 1:
             line += f" ({', '.join(f'{format_bytes(nbytes)} of {name}' for name, nbytes in sorted(accounts.items()))})"
-        if each.total_bytes is not None:
-            line += f", {format_bytes(each.total_bytes)} by offloading since {each.since}"
-            if rated_bytes is not None:
-                share = each.total_bytes / int(rated_bytes)
-                line += f", {share:.3%} of the {format_bytes(int(rated_bytes))} it is rated for"
+        if rated_bytes is not None:
+            line += (
+                f", {accounts.total() / int(rated_bytes):.3%} of the {format_bytes(int(rated_bytes))} it is rated for"
+            )
         lines.append(f"{line}.")
     return lines
 

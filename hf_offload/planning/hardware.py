@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from hf_offload.errors import OffloadConfigError
-from hf_offload.folders import user_folder
 from hf_offload.plan.hardware import DTYPES, Hardware, Measurement
 from hf_offload.planning.machine import NO_OPTIONS, default_device, probe_machine
 from hf_offload.settings.sizes import format_bytes
@@ -208,7 +207,12 @@ def _kept(
 
 
 def _cache_file(key: str) -> Path:
-    return user_folder("XDG_CACHE_HOME", "~/.cache") / f"machine-{key}.json"
+    """Among the user's files. Raises ``OSError`` for a user without a home folder, as containers have."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError as error:
+        raise FileNotFoundError(f"{error} Set XDG_CACHE_HOME to a folder that can be written to") from error
+    return folder / "hf_offload" / f"machine-{key}.json"
 
 
 def _read(key: str) -> dict[str, float] | None:

@@ -117,7 +117,7 @@ class OffloadConfig:
     write more. Default: no limit."""
     drive_endurance_bytes: Annotated[int | str | None, size(at_least=1), Scope.DRIVES] = None
     """Bytes that the drive is rated to take in its lifetime (TBW), such as 600TB: the summary reports the share that
-    all runs have used."""
+    the run has used."""
     tiled_loss: Annotated[str, one_of(TILED, on_off=True), Scope.MODEL] = "off"
     """Compute output head and loss a few tokens at a time, so that the logits never exist: "on", "auto" (where the
     model allows it) or "off". Losses and gradients change in their last bits, as with a larger batch."""

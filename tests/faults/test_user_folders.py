@@ -7,29 +7,21 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 
-from hf_offload import OffloadConfig, offload_activations
-from hf_offload.integrations.summary import summary_lines
 from hf_offload.planning import hardware
 from hf_offload.planning.hardware import measure_hardware
-from hf_offload.storage import wear
-from hf_offload.storage.wear import Drive
-from tests.helpers.tiny_models import gradients, tiny_batch, tiny_model
 
 NOBODY = 54321
-VARIABLES = ("XDG_CACHE_HOME", "XDG_STATE_HOME")
+VARIABLE = "XDG_CACHE_HOME"
 
-# Steps with everything that is kept: the drives' counts, and with a budget what the machine was measured to do.
+# Steps with a budget, for which the machine is measured.
 SCRIPT = f"""
 import logging, os, sys
 logging.basicConfig(format="%(levelname)s %(message)s")
 os.setreuid({NOBODY}, 0)
 from hf_offload.planning import hardware
-from hf_offload.storage import wear
 hardware._measure_device = lambda device: dict.fromkeys(hardware._device_rates(device.type), 1e9)
 hardware._measure_drives = lambda directories, options: dict.fromkeys(hardware._DRIVE_RATES, 1e9)
-wear.drive_of = lambda directory: wear.Drive("made_up", "a made-up drive")
 from hf_offload import OffloadConfig, offload_activations
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 model = tiny_model("gpt2")
@@ -39,14 +31,13 @@ with offload_activations(model, config) as session:
         model(**tiny_batch("gpt2")).loss.backward()
         session.end_step()
     assert session.stats.total.written_bytes > 0
-    assert session.written()[0].total_bytes is None
 print("done")
 """
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be a user without an account")
 def test_a_user_without_home_and_account_trains(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name not in ("HOME", *VARIABLES)}
+    environment = {name: value for name, value in os.environ.items() if name not in ("HOME", VARIABLE)}
     environment["HF_HOME"] = str(tmp_path / "home")
     with tempfile.TemporaryDirectory() as directory:  # pytest's are nobody else's
         Path(directory).chmod(0o777)
@@ -56,7 +47,7 @@ def test_a_user_without_home_and_account_trains(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "done"
     warnings = [line for line in done.stderr.splitlines() if "home directory" in line]
-    assert len(warnings) == 2, done.stderr
+    assert len(warnings) == 1, done.stderr
     assert all(line.startswith("WARNING ") and "Set XDG_" in line for line in warnings)
 
 
@@ -72,7 +63,6 @@ def made_up(monkeypatch):
 
     monkeypatch.setattr(hardware, "_measure_device", measure)
     monkeypatch.setattr(hardware, "_measure_drives", lambda *_: dict.fromkeys(hardware._DRIVE_RATES, 1e9))
-    monkeypatch.setattr(wear, "drive_of", lambda directory: Drive("made_up", "a made-up drive"))
     return measured
 
 
@@ -100,7 +90,6 @@ def name_is_too_long(root):
 
 def files_are_folders(root):
     paths = []
-    (root / "hf_offload" / "drives" / "made_up.json" / "inside").mkdir(parents=True)
     with pytest.MonkeyPatch.context() as context:
         context.setattr(hardware, "_write", lambda key, _: paths.append(hardware._cache_file(key)))
         context.setenv("XDG_CACHE_HOME", str(root))
@@ -112,20 +101,6 @@ def files_are_folders(root):
 def system_of_processes(root):
     """Where nothing can be made, even by root."""
     return "/proc/self/fdinfo"
-
-
-def train(directory):
-    model = tiny_model("gpt2", dropout=0.0)
-    model(**tiny_batch("gpt2")).loss.backward()
-    expected = gradients(model)
-    with offload_activations(model, OffloadConfig(tier="ssd", directory=directory, min_bytes=0)) as session:
-        for _ in range(2):
-            model.zero_grad()
-            model(**tiny_batch("gpt2")).loss.backward()
-            session.end_step()
-            session.written()
-        assert summary_lines(session)[-1].endswith("written in this run.")
-    return all(torch.equal(expected[name], gradients(model)[name]) for name in expected)
 
 
 def warned(caplog):
@@ -145,13 +120,7 @@ def warned(caplog):
 def test_a_folder_that_cannot_be_used_costs_one_warning(tmp_path, monkeypatch, caplog, made_up, make):
     root = tmp_path / "root"
     root.mkdir()
-    (tmp_path / "tier").mkdir()
-    found = make(root)
-    for name in VARIABLES:
-        monkeypatch.setenv(name, found or str(root))
-    assert train(tmp_path / "tier")
-    assert warned(caplog) == ["The count of bytes written to drives"]
-    caplog.clear()
+    monkeypatch.setenv(VARIABLE, make(root) or str(root))
     measure_hardware([])
     assert warned(caplog) == ["Measurements of this machine"]
 

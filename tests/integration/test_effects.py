@@ -147,10 +147,7 @@ def ran(tmp_path_factory):
         (folder / "script_with_a_loop.py").write_text(
             "from this_script import Accelerator, loop\nloop(Accelerator(cpu=True))"
         )
-    given = [
-        (str(folder), BEGIN + WAYS[way] + END, {"XDG_STATE_HOME": str(folder / "state")} | environment_of(way))
-        for way, folder in folders.items()
-    ]
+    given = [(str(folder), BEGIN + WAYS[way] + END, environment_of(way)) for way, folder in folders.items()]
     (place / "given.json").write_text(json.dumps(given))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "script.py"], cwd=place, env=environment, capture_output=True, text=True)
