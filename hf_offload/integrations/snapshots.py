@@ -21,8 +21,7 @@ from transformers.training_args import ParallelMode
 
 from hf_offload.errors import OffloadConfigError, SnapshotError
 from hf_offload.generators import process_states
-from hf_offload.integrations.checkpoint_files import json_of, state_of, unchanging_files
-from hf_offload.integrations.checkpoints import last_complete_checkpoint
+from hf_offload.integrations.checkpoints import json_of, last_complete_checkpoint, state_of, unchanging_files
 from hf_offload.ranks import Ranks
 from hf_offload.settings.environment import RESUME_VARIABLE, is_on
 from hf_offload.settings.schema import OffloadConfig

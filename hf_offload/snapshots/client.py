@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hf_offload.errors import SnapshotError
 from hf_offload.forks import ForkHandler, watch_forks
@@ -49,28 +49,24 @@ class SnapshotClient:
         self.status: dict[str, Any] = {}
 
     @classmethod
-    def connect(cls, address: bytes, *, join: bool) -> "SnapshotClient | None":
-        """Connect to the process at ``address``. To ``join`` it as the one that trains, another one is started if there is
-        none; else None is returned.
+    def connect(cls, address: bytes) -> Self:
+        """Connect to the process at ``address`` as the one that trains, and start it if there is none.
 
         Raises :class:`~hf_offload.errors.SnapshotError` if it belongs to another user, or cannot be started.
         """
         until = time.monotonic() + _ENDING_S
         while time.monotonic() < until:
             connection = _connected(address)
-            if connection is None and not join:
-                return None
             if connection is None:
                 _start(address)
                 connection = _connected(address)
             if connection is not None:
                 client = cls(connection)
                 try:
-                    client.status = client.ask("join" if join else "status")
-                    if join:
-                        _joined[:] = [each for each in _joined if each.fileno() >= 0]
-                        _joined.append(connection)
-                        watch_forks(_children)
+                    client.status = client.ask("join")
+                    _joined[:] = [each for each in _joined if each.fileno() >= 0]
+                    _joined.append(connection)
+                    watch_forks(_children)
                     return client
                 except ConnectionError:
                     client.close()
@@ -78,10 +74,7 @@ class SnapshotClient:
         raise SnapshotError("The snapshot process ended as soon as it was started: see whether the machine has memory.")
 
     def ask(self, what: str, files: Sequence[int] = (), **values: Any) -> dict[str, Any]:
-        """The answer to one message.
-
-        Raises ``ConnectionError`` if the process has gone, or does not answer.
-        """
+        """The answer to one message. Raises ``ConnectionError`` if the process has gone, or does not answer."""
         return self._exchange(what, files, values)[0]
 
     def fetch(self, step: int) -> list[int]:
@@ -148,13 +141,10 @@ def _start(address: bytes) -> None:
         folder, number = Path(process.__file__).parent.parent, listener.fileno()
         try:
             command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(folder), str(number)]
-            null = subprocess.DEVNULL
-            started = subprocess.Popen(
-                command, stdin=null, stdout=null, stderr=null, pass_fds=[number], start_new_session=True
-            )
+            streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+            _started.append(subprocess.Popen(command, pass_fds=[number], start_new_session=True, **streams))
         except OSError as error:
             raise SnapshotError(f"The snapshot process cannot be started: {error}.") from error
-        _started.append(started)
 
 
 class _Children(ForkHandler):

@@ -12,18 +12,17 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import torch
 import xxhash
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.serialization import config as serialization_config
 
 from hf_offload.errors import SnapshotError
 from hf_offload.ranks import Ranks
 from hf_offload.state.guard import own_class
 
 _PIECE_BYTES = 1 << 20
-"""Copying this much or more through a map takes a core half as long as a system call does."""
 _CHUNK_BYTES = 8 << 20
-_ALIGNMENT = 64
-"""Of tensors in an archive, as ``torch.save`` has it."""
 
 _NAMES = {
     torch.float64: "F64",
@@ -50,7 +49,7 @@ class MemoryFile:
         self._most_bytes = most_bytes
         self.number = os.memfd_create("hf_offload-snapshot", os.MFD_CLOEXEC)
         os.fchmod(self.number, 0o600)
-        self._mapped: np.ndarray[Any, Any] | None = None
+        self._mapped = np.empty(0, np.uint8)
         self.begin()
 
     @property
@@ -64,32 +63,23 @@ class MemoryFile:
         self._digest = xxhash.xxh3_64()
 
     def write(self, data: Any) -> int:
-        """Write ``data`` behind what was written before. Raises ``OSError``."""
-        view = memoryview(data).cast("B")
-        mapped = self._map(len(view)) if len(view) >= _PIECE_BYTES else None
-        for start in range(0, len(view), _PIECE_BYTES):
-            piece = view[start : start + _PIECE_BYTES]
-            if mapped is None:
-                done = 0
-                while done < len(piece):
-                    done += os.pwrite(self.number, piece[done:], self.nbytes + start + done)
-            else:
-                np.copyto(mapped[start : start + len(piece)], np.frombuffer(piece, np.uint8))
-            self._digest.update(piece)  # while it is in a cache
-        self.nbytes += len(view)
-        return len(view)
-
-    def _map(self, count: int) -> "np.ndarray[Any, Any]":
-        """Memory of the next ``count`` bytes. It is allocated: writing where the machine has no room ends the process."""
-        end = self.nbytes + count
-        os.posix_fallocate(self.number, self.nbytes, count)
-        if self._mapped is None or len(self._mapped) < end:
-            before = 0 if self._mapped is None else len(self._mapped)
-            self._mapped = None
-            size = max(end, 2 * before, self._most_bytes)  # all pages of another map have to be found again
+        """Write ``data`` behind what was written before, through a map: that takes a core half as long as system calls do.
+        Raises ``OSError``.
+        """
+        content = np.frombuffer(data, np.uint8)
+        end = self.nbytes + len(content)
+        if len(content):  # allocated first: writing where the machine has no room ends the process
+            os.posix_fallocate(self.number, self.nbytes, len(content))
+        if len(self._mapped) < end:
+            size = max(end, 2 * len(self._mapped), self._most_bytes)  # all pages of another map have to be found again
             os.ftruncate(self.number, size)  # takes no memory
             self._mapped = np.frombuffer(mmap.mmap(self.number, size), np.uint8)
-        return self._mapped[self.nbytes : end]
+        for start in range(0, len(content), _PIECE_BYTES):
+            piece = content[start : start + _PIECE_BYTES]
+            self._mapped[self.nbytes : self.nbytes + len(piece)] = piece
+            self._digest.update(piece.data)  # while it is in a cache
+            self.nbytes += len(piece)
+        return len(content)
 
     def end(self) -> None:
         """All is written: what was longer before ends here."""
@@ -97,7 +87,7 @@ class MemoryFile:
 
     def close(self) -> None:
         """Give it up. It goes with the last process that has it open."""
-        self._mapped = None
+        self._mapped = np.empty(0, np.uint8)
         os.close(self.number)
 
 
@@ -130,26 +120,25 @@ def damage_of(number: int, nbytes: int, checksum: int) -> str | None:
 
 
 def archive(content: Any) -> Content:
-    """A file as ``torch.save`` writes it, but without checksums of its parts: they take longer than the copy, ``torch.load``
-    does not ask for them, and the snapshot's record has one of the file.
+    """A file as ``torch.save`` writes it, but without checksums of its parts: they take longer than the copy, and the
+    snapshot's record has one of the file.
     """
 
     def write(file: MemoryFile) -> None:
-        output = _Output(file)
-        writer: Any = torch._C.PyTorchFileWriter(output, False, _ALIGNMENT)  # type: ignore[call-overload]
-        archives = torch.serialization
-        archives._save(content, writer, archives.pickle, archives.DEFAULT_PROTOCOL, False)
-        writer.write_end_of_file()
+        output: Any = _Output(file)
+        with serialization_config.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
+            torch.save(content, output)
         if output.error is not None:
             raise output.error
 
     return Content(sum(one.nbytes for one in tree_leaves(content) if isinstance(one, Tensor)), write)
 
 
-class _Output:
+class _Output(io.RawIOBase):
     """Keeps the error of a write from PyTorch's writer, whose destructor would end the process after one."""
 
     def __init__(self, file: MemoryFile):
+        super().__init__()
         self.error: Exception | None = None
         self._file = file
 
@@ -257,8 +246,6 @@ def check_weights(weights: Mapping[str, Tensor], path: Path, what: str) -> None:
     """Raise :class:`~hf_offload.errors.SnapshotError` with the name of a weight, unless the file at ``path`` has all of
     these, and nothing else. ``what`` names the snapshot.
     """
-    from safetensors import safe_open
-
     with safe_open(path, "pt") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is not a mapping
         there = {name: [one.get_dtype(), one.get_shape()] for name, one in slices.items()}
@@ -273,8 +260,6 @@ def check_weights(weights: Mapping[str, Tensor], path: Path, what: str) -> None:
 
 def load_weights(weights: Mapping[str, Tensor], path: Path) -> None:
     """Load a file with this layout, tensor by tensor."""
-    from safetensors import safe_open
-
     with safe_open(path, "pt") as file, torch.no_grad():
         for name, tensor in weights.items():
             tensor.copy_(file.get_tensor(name))

@@ -36,10 +36,9 @@ def write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) ->
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     try:
-        for (name, nbytes, _), source in zip(record["files"], files, strict=False):
-            with (unfinished / name).open("wb") as file:
-                _copy(file.fileno(), source, nbytes)
-                os.fsync(file.fileno())
+        for (name, *_), source in zip(record["files"], files, strict=False):
+            shutil.copyfile(f"/proc/self/fd/{source}", unfinished / name)
+            _synchronize(unfinished / name)
         write_record(unfinished / RECORD_FILE, record)
         if final.exists():
             shutil.rmtree(final)
@@ -49,15 +48,6 @@ def write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) ->
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     _remove_older(directory, record["run"])
-
-
-def _copy(into: int, source: int, nbytes: int) -> None:
-    offset = 0
-    while offset < nbytes:
-        sent = os.sendfile(into, source, offset, nbytes - offset)
-        if not sent:
-            raise OSError(f"a file of the snapshot ends after {offset} bytes")
-        offset += sent
 
 
 def records_in(directory: Path) -> list[tuple[_Message, Path]]:
@@ -103,8 +93,8 @@ def _checksum(content: _Message) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _synchronize(directory: Path) -> None:
-    number = os.open(directory, os.O_RDONLY)
+def _synchronize(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     finally:

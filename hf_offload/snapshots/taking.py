@@ -101,8 +101,7 @@ class Snapshots:
         return None
 
     def _joined(self) -> SnapshotClient:
-        client = SnapshotClient.connect(address_of(self.mark["training"], self._ranks.number), join=True)
-        assert client is not None
+        client = SnapshotClient.connect(address_of(self.mark["training"], self._ranks.number))
         if "refused" in client.status:
             client.close()
             raise SnapshotError(

@@ -18,6 +18,21 @@ class Stops(Exception):
     """What a loop leaves when its process is killed, snapshots are left by that, too."""
 
 
+class Holds:
+    """An object whose state is this, such as a running mean of losses, as users register it."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        """What a snapshot holds of it."""
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on with another one."""
+        self.state = state
+
+
 def net() -> nn.Module:
     """Weights that are the same each time."""
     torch.manual_seed(0)

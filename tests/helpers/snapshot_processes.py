@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,14 +69,11 @@ def held_by(folder: Path, rank: int = 0) -> dict | None:
     """What the snapshot process of a training says, if there is one."""
     if known_training(folder) is None:
         return None
-    try:
-        client = SnapshotClient.connect(address_in(folder, rank), join=False)
-        if client is None:
-            return None
-        with contextlib.closing(client):
-            return client.status
-    except ConnectionError:
-        return None
+    with contextlib.suppress(ConnectionError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(60)
+        connection.connect(address_in(folder, rank))
+        return SnapshotClient(connection).ask("status")
+    return None
 
 
 def steps_held(folder: Path, rank: int = 0) -> list[int] | None:

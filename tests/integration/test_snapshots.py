@@ -364,7 +364,7 @@ def test_the_last_snapshot_is_written_to_disk_though_the_one_before_still_is_whe
     keeper = process.Keeper(listener)
     thread = threading.Thread(target=keeper.run)
     thread.start()
-    client = SnapshotClient.connect(address_in(tmp_path), join=True)
+    client = SnapshotClient.connect(address_in(tmp_path))
     client.ask("start", run="run", directory=str(tmp_path / "disk"), wait_s=1.0)
     for step in (4, 8):
         held = client.ask("keep", step=None)["held"]
@@ -404,7 +404,7 @@ def test_a_process_that_accepts_and_ends_gives_way_to_another_one(tmp_path):
 
     thread = threading.Thread(target=ends)
     thread.start()
-    client = SnapshotClient.connect(address_in(tmp_path), join=True)
+    client = SnapshotClient.connect(address_in(tmp_path))
     thread.join()
     assert client.status["pid"] in processes_of_test()
     client.end()
@@ -416,7 +416,7 @@ def test_a_child_that_outlives_its_training_does_not_hold_the_snapshot_process(t
     training = os.fork()
     if training == 0:
         try:
-            held = SnapshotClient.connect(address, join=True)
+            held = SnapshotClient.connect(address)
             child = os.fork()  # which has it, too
             os.write(bears, child.to_bytes(4, "little")) if child else signal.pause()
         finally:
@@ -424,7 +424,7 @@ def test_a_child_that_outlives_its_training_does_not_hold_the_snapshot_process(t
             os._exit(0)
     child = int.from_bytes(os.read(born, 4), "little")
     os.waitpid(training, 0)
-    client = SnapshotClient.connect(address, join=True)
+    client = SnapshotClient.connect(address)
     os.kill(child, signal.SIGKILL)
     assert "refused" not in client.status
     client.end()
@@ -446,7 +446,7 @@ def test_the_snapshot_process_ends_after_a_while(tmp_path):
 @pytest.mark.parametrize("name", ["model.safetensors", "rng_state.pth"])
 def test_a_damaged_snapshot_in_memory_is_noticed_and_the_one_before_is_taken(whole, tmp_path, caplog, name):
     dies_at(15, tmp_path)
-    client = SnapshotClient.connect(address_in(tmp_path), join=True)
+    client = SnapshotClient.connect(address_in(tmp_path))
     newest = max(client.status["snapshots"], key=lambda each: each["step"])
     numbers = client.fetch(newest["step"])
     flip(Path(f"/proc/self/fd/{numbers[[entry[0] for entry in newest['files']].index(name)]}"))
@@ -490,17 +490,6 @@ def test_snapshots_of_another_version_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(on_disk, "FORMAT", 99)
     with pytest.raises(SnapshotError, match=taken):
         trainer_in(tmp_path, True, **SHORT).train(resume_from_checkpoint=True)
-
-
-def test_two_trainings_with_one_output_directory_are_refused_and_the_first_goes_on(tmp_path):
-    dies_at(6, tmp_path)
-    first = SnapshotClient.connect(address_in(tmp_path), join=True)
-    with pytest.raises(
-        SnapshotError, match=rf"Process {os.getpid()} trains already with {tmp_path} as its output directory"
-    ):
-        trainer_in(tmp_path, True, **SHORT).train()
-    first.close()
-    assert resumed(tmp_path)[0] == 4
 
 
 @contextlib.contextmanager

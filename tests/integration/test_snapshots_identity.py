@@ -125,11 +125,11 @@ def test_a_drive_that_is_full_or_fails_loses_no_snapshot_that_is_there(tmp_path,
     write("this", 3)
     assert steps() == [2, 3]
 
-    def fails(into, source, nbytes):
-        os.write(into, bytes(nbytes // 2))
+    def fails(source, into):
+        into.write_bytes(bytes(5_000))
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(on_disk, "_copy", fails)
+    monkeypatch.setattr(shutil, "copyfile", fails)
     with pytest.raises(OSError, match=os.strerror(error)):
         write("this", 4)
     assert steps() == [2, 3]

@@ -19,7 +19,7 @@ from hf_offload.integrations.accelerate import attached_accelerators
 from hf_offload.snapshots.loops import Position
 from hf_offload.snapshots.restoring import LINKS
 from tests.faults.killed_snapshots import same
-from tests.helpers.snapshot_loops import Stops, batches, in_order, net, trained
+from tests.helpers.snapshot_loops import Holds, Stops, batches, in_order, net, trained
 from tests.helpers.snapshot_processes import end_process, held_by, no_process_is_left, steps_held, until  # noqa: F401  a fixture
 from tests.helpers.tiny_models import ExampleDataset, tiny_model
 
@@ -30,19 +30,6 @@ pytestmark = [
 EPOCHS = 3
 BATCHES = 5
 """In an epoch."""
-
-
-class Holds:
-    """An object whose state is this, such as a running mean of losses, as users register it."""
-
-    def __init__(self, state):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
 
 
 @pytest.fixture(autouse=True)
@@ -92,9 +79,7 @@ def own_loop(folder, kind=None, stop=None, resume=False, steps=4, **settings):
     """A loop of the user's own; with ``folder``, one that takes snapshots."""
     model, optimizer, scheduler, loader = made(kind)
     average = Holds({"value": 0.0})
-    settings = {"tier": "none", **settings}
-    if folder is not None:
-        settings["snapshot_steps"] = steps
+    settings = {"tier": "none", "snapshot_steps": None if folder is None else steps, **settings}
     session = attach(model, OffloadConfig(**settings))
     prepared = session.prepare_optimizer(optimizer)
 
@@ -119,9 +104,7 @@ def own_loop(folder, kind=None, stop=None, resume=False, steps=4, **settings):
 def accelerated_loop(folder, kind=None, stop=None, resume=False, steps=4, **settings):
     model, optimizer, scheduler, loader = made(kind)
     average = Holds({"value": 0.0})
-    settings = {"tier": "none", **settings}
-    if folder is not None:
-        settings["snapshot_steps"] = steps
+    settings = {"tier": "none", "snapshot_steps": None if folder is None else steps, **settings}
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = OffloadPlugin(**settings).accelerator(cpu=True, project_dir=folder)
     prepared, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)

@@ -27,6 +27,7 @@ from hf_offload.snapshots.contents import MemoryFile
 from hf_offload.snapshots.taking import Snapshots
 from tests.faults.killed_snapshots import result_of, same, trainer_in
 from tests.helpers.gloo_processes import assert_done, run_in_processes
+from tests.helpers.snapshot_loops import Holds, Stops
 from tests.helpers.snapshot_processes import (  # noqa: F401  a fixture
     address_in,
     end_process,
@@ -41,10 +42,6 @@ TWO, THREE = 2, 3
 STEPS, EVERY, DIES = 14, 4, 11
 LAST = 8
 SHORT = {"max_steps": STEPS, "logging_steps": 3, "offload_snapshot_wait_s": 120}
-
-
-class Stops(Exception):
-    """What a loop leaves when its process is killed, snapshots are left by that, too."""
 
 
 class Draws(TrainerCallback):
@@ -154,7 +151,7 @@ def killed_between_the_commits(rank, folder):
     folder = folder / "between"
     dies(rank, folder)
     if rank == 1:
-        client = SnapshotClient.connect(address_in(folder, rank), join=True)
+        client = SnapshotClient.connect(address_in(folder, rank))
         client.ask("keep", step=4)
         client.close()
         assert steps_held(folder, rank) == [4]
@@ -166,7 +163,7 @@ def damaged_on_one(rank, folder):
     folder = folder / "damaged"
     dies(rank, folder, offload_snapshot_parity=1)
     if rank == 1:
-        client = SnapshotClient.connect(address_in(folder, rank), join=True)
+        client = SnapshotClient.connect(address_in(folder, rank))
         number = client.fetch(LAST)[0]
         byte = os.pread(number, 1, 500)
         os.pwrite(number, bytes([byte[0] ^ 1]), 500)
@@ -213,7 +210,7 @@ def accelerated(rank, folder):
         torch.manual_seed(rank)
         model, optimizer, loader = made()
         prepared, optimizer = accelerator.prepare(model, optimizer)
-        total = Total()
+        total = Holds(0.0)
         accelerator.register_for_checkpointing(total)
         context = accelerator.snapshots(resume=resume) if snapshots else contextlib.nullcontext()
         with context as taken:
@@ -223,7 +220,7 @@ def accelerated(rank, folder):
                     accelerator.backward(loss)
                     optimizer.step()
                     optimizer.zero_grad()
-                    total.value += loss.item()
+                    total.state += loss.item()
                     if snapshots:
                         taken.end_step()
                         if taken.step == stop:
@@ -290,25 +287,7 @@ def test_another_number_of_processes_is_refused(two):
         end_process(two / "two", rank)
 
 
-def test_parity_of_one_process_is_refused(tmp_path):
-    with pytest.raises(OffloadConfigError, match="processes make good what one of them loses, and there is one"):
-        trained(0, tmp_path, True, offload_snapshot_parity=1)
-
-
 # -- killed, with three processes ------------------------------------------------------------------------------------------
-
-
-class Total:
-    """Of the losses of one rank."""
-
-    def __init__(self):
-        self.value = 0.0
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        self.value = state["value"]
 
 
 def made():
@@ -324,7 +303,7 @@ def finished(model, optimizer, total):
     return {
         "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
         "optimizer": optimizer.state_dict(),
-        "total": total.value,
+        "total": total.state,
         "generator": torch.get_rng_state(),
     }
 
@@ -337,7 +316,7 @@ def loop_of_three(rank, folder, snapshots, killed=None, resume=False):
         data, batch_size=2, sampler=DistributedSampler(data, seed=3), collate_fn=default_data_collator
     )
     # Else gradients are summed in another order in the first step than in later ones.
-    wrapped, total = DistributedDataParallel(model, find_unused_parameters=True), Total()
+    wrapped, total = DistributedDataParallel(model, find_unused_parameters=True), Holds(0.0)
     settings = {"snapshot_steps": EVERY, "snapshot_parity": 1, "snapshot_wait_s": 120} if snapshots else {}
     session = attach(model, OffloadConfig(tier="none", **settings))
     context = contextlib.nullcontext()
@@ -351,7 +330,7 @@ def loop_of_three(rank, folder, snapshots, killed=None, resume=False):
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                total.value += loss.item()
+                total.state += loss.item()
                 if snapshots:
                     taken.end_step()
                     if killed == rank and taken.step == DIES:
