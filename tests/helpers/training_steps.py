@@ -35,3 +35,16 @@ def training_steps(
             optimizer.zero_grad()
             session.end_step()
             yield session, losses
+
+
+def end_step(optimizer: torch.optim.Optimizer, session: OffloadSession | None = None) -> None:
+    """What a loop does of a step once its backwards have run."""
+    optimizer.step()
+    optimizer.zero_grad()
+    if session is not None:
+        session.end_step()
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Of all parameters of a model."""
+    return sum(parameter.nbytes for parameter in model.parameters())

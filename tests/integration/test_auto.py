@@ -7,17 +7,16 @@ import logging
 import pytest
 import torch
 import transformers
-from transformers import Trainer
 
-from hf_offload import OffloadConfig, OffloadTrainingArguments, attach, offload_activations
+from hf_offload import OffloadConfig, attach, offload_activations
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.plan.plan import Placement
 from hf_offload.planning.measuring import StepMeter
 from hf_offload.planning.step_time import StepClock
-from tests.helpers.activation_heavy_models import ROWS, TOKENS, batch, build
+from tests.helpers.activation_heavy_models import TOKENS, batch, build
 from tests.helpers.live_bytes import live_bytes_of_steps, peak_bytes_in_use
 from tests.helpers.tables import rows
-from tests.helpers.training_steps import training_steps
+from tests.helpers.training_steps import end_step, training_steps
 
 MIB = 1 << 20
 
@@ -105,9 +104,7 @@ def test_state_and_weights_stay_where_activations_alone_make_room(tmp_path):
         session.prepare_optimizer(optimizer)
         for _ in range(3):
             model(**batch()).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.end_step()
+            end_step(optimizer, session)
         assert set(session.plan.placements.values()) != {Placement.KEEP}
         assert not session.streams_optimizer
         assert session.residency is None
@@ -128,9 +125,7 @@ def test_the_allocator_sees_the_peak_that_was_measured(tmp_path):
 
         def step():
             model(**batch()).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.end_step()
+            end_step(optimizer, session)
 
         peaks = []
         for _ in range(60):
@@ -163,9 +158,7 @@ def test_the_prediction_follows_the_pace_of_steps_that_nobody_looks_at(tmp_path,
         predicted, pace = [], []
         for _ in range(3):  # measured; under the plan; looked at
             model(**batch()).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.end_step()
+            end_step(optimizer, session)
             predicted.append(session.forecast.step_s)
             pace.append(session.planned.pace)
         assert pace[1] < 1.0
@@ -387,19 +380,6 @@ def test_on_a_drive_that_turns_out_slow_blocks_are_recomputed_exactly_and_put_ba
     assert all(torch.equal(one, other) for one, other in zip(weights, expected[1], strict=True))
     assert not any(block.gradient_checkpointing for block in model.transformer.h)
     assert not any("_gradient_checkpointing_func" in vars(block) for block in model.transformer.h)
-
-
-def test_one_argument_of_the_trainer_is_enough(tmp_path):
-    fixed, activations = live_peaks("gpt2")
-    rows = [{name: value[0] for name, value in batch().items()} for _ in range(16)]
-    arguments = OffloadTrainingArguments(
-        output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=ROWS, report_to=[], save_strategy="no",
-        offload="auto", offload_memory_budget=str(int(fixed + 0.5 * activations)), offload_directory=str(tmp_path),
-        offload_min_bytes="4096", dataloader_pin_memory=False,
-    )  # fmt: skip
-    trainer = Trainer(model_of("gpt2"), arguments, train_dataset=rows)
-    trainer.train()
-    assert trainer.state.global_step == 4
 
 
 def test_what_cannot_go_with_a_budget_is_refused(tmp_path):

@@ -12,6 +12,7 @@ from torch import nn
 from hf_offload import OffloadConfig, attach, offload_activations
 from hf_offload.errors import OffloadError, OffloadPlanError
 from hf_offload.planning.optimizer_state import OptimizerState, state_of
+from tests.helpers.training_steps import end_step, weight_bytes
 
 WIDTH, ROWS, MIB = 256, 512, 1 << 20
 
@@ -37,8 +38,7 @@ def batch(step):
 def plain(optimizer):
     def step(index, loss):
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer)
 
     return step
 
@@ -88,11 +88,7 @@ def in_backward(model):
     for parameter in model.parameters():
         optimizer = torch.optim.AdamW([parameter])
 
-        def update(parameter, optimizer=optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
-
-        parameter.register_post_accumulate_grad_hook(update)
+        parameter.register_post_accumulate_grad_hook(lambda parameter, optimizer=optimizer: end_step(optimizer))
     return lambda index, loss: loss.backward()
 
 
@@ -117,7 +113,7 @@ def train(make_step, budget, directory, steps=6):
 
 
 def state_bytes(model, factor):
-    return factor * sum(parameter.nbytes for parameter in model.parameters())
+    return factor * weight_bytes(model)
 
 
 @pytest.mark.parametrize("make_step", PREPARED)
@@ -211,9 +207,7 @@ def _train_sparse(config):
         for part in range(2):
             numbers = torch.randint(0, 1000, (64, 2), generator=torch.Generator().manual_seed(2 * step + part))
             model(numbers).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        session.end_step()
+        end_step(optimizer, session)
     state = [optimizer.state[p]["sum"] for p in model.parameters()]
     found = [p.detach().clone() for p in model.parameters()]
     found += [one.clone() for one in state]
@@ -288,8 +282,7 @@ def test_state_of_another_sessions_weights_is_not_counted(make, tmp_path):
         for turn in range(2 if step > 2 else 1):  # the larger model is trained once the other's plan is known
             (models[turn](batch(step)[:8]) * of_no_session).square().mean().backward()
             for optimizer in (optimizer_of(turn), another):
-                optimizer.step()
-                optimizer.zero_grad()
+                end_step(optimizer)
             sessions[turn].end_step()
         plans.append(sessions[0].planned)
     for model, session in zip(models, sessions, strict=True):

@@ -23,6 +23,8 @@ from hf_offload import OffloadConfig, attach, offload_activations
 from hf_offload.engine.recompute import Recompute
 from hf_offload.errors import OffloadConfigError, OffloadPlanError, RecomputeError
 from hf_offload.settings.sizes import format_bytes
+from tests.helpers.train import copied
+from tests.helpers.training_steps import end_step
 
 WIDTH = 64
 
@@ -78,11 +80,8 @@ def train(model, steps=4, session=None, forward=None, rows=lambda step: 64):
         torch.manual_seed(step)
         hidden = batch(rows(step))
         (model(hidden) if forward is None else forward(model, hidden, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if session is not None:
-            session.end_step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+        end_step(optimizer, session)
+    return copied(list(model.parameters()))
 
 
 def is_same(one, other):
@@ -98,23 +97,27 @@ def test_a_block_that_stays_as_it_is_is_recomputed():
     recompute.remove()
 
 
-EXTRAS = {
-    "not coalesced": lambda: torch.sparse_coo_tensor([[0, 0, 1]], [1.0, 2.0, 3.0], (4,), check_invariants=True),
-    "strings": lambda: torch.ones(3),
-}
+def _with_a_sparse_input(model, hidden, step):
+    return model(hidden, torch.sparse_coo_tensor([[0, 0, 1]], [1.0, 2.0, 3.0], (4,), check_invariants=True))
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
-def test_inputs_of_any_layout(extra, tmp_path):
-    def forward(model, hidden, step):
-        return model(hidden, EXTRAS[extra]())
+def _with_computed_weights(model, hidden, step):
+    weights = {name: 1.0 * parameter for name, parameter in model.named_parameters()}
+    return torch.func.functional_call(model, weights, (hidden,))
 
+
+def _in_evaluation_mode(model, hidden, step):
+    return model.eval()(hidden)
+
+
+@pytest.mark.filterwarnings("error:The .grad attribute")
+@pytest.mark.parametrize("forward", [_with_a_sparse_input, _with_computed_weights, _in_evaluation_mode])
+def test_any_forward_of_a_model_is_planned(forward, tmp_path):
     expected = train(net(), forward=forward)
     model = net()
-    session = attach(model, auto(tmp_path))
-    assert is_same(train(model, session=session, forward=forward), expected)
-    assert session.forecast is not None
-    session.detach()
+    with offload_activations(model, auto(tmp_path)) as session:
+        assert is_same(train(model, session=session, forward=forward), expected)
+        assert session.forecast is not None
 
 
 def test_steps_may_run_in_another_thread_than_the_one_that_ends_them(tmp_path):
@@ -159,28 +162,6 @@ def test_a_mode_of_the_users_is_left_as_it_was_entered(tmp_path):
     session.detach()
 
 
-def test_a_model_in_evaluation_mode_can_be_trained_within_a_budget(tmp_path):
-    model = net().eval()
-    session = attach(model, auto(tmp_path))
-    train(model, session=session)
-    assert session.forecast is not None
-    session.detach()
-
-
-@pytest.mark.filterwarnings("error:The .grad attribute")
-def test_a_training_with_weights_that_are_computed_is_planned(tmp_path):
-    def forward(model, hidden, step):
-        weights = {name: 1.0 * parameter for name, parameter in model.named_parameters()}
-        return torch.func.functional_call(model, weights, (hidden,))
-
-    plain = train(net(), forward=forward)
-    model = net()
-    session = attach(model, auto(tmp_path))
-    assert is_same(plain, train(model, session=session, forward=forward))
-    assert session.forecast is not None
-    session.detach()
-
-
 COPIES = {"deep": copy.deepcopy, "pickled": lambda model: pickle.loads(pickle.dumps(model))}
 
 
@@ -211,15 +192,10 @@ def test_copies_of_the_model_are_taken_in_any_step_and_are_not_offloaded(
     assert ("ssd" if bytes_per_s > 1e6 else "recompute") in placed
 
 
-def _in_place(model, part):
-    part.compile(backend="eager")
-    return model
-
-
 COMPILED = {
     "whole": lambda model: torch.compile(model, backend="eager"),
-    "in place": lambda model: _in_place(model, model),
-    "a block": lambda model: _in_place(model, model.blocks[1]),
+    "in place": lambda model: model.compile(backend="eager") or model,
+    "a block": lambda model: model.blocks[1].compile(backend="eager") or model,
 }
 
 
@@ -315,12 +291,10 @@ def _steps_of(backwards, config, prepares=False, look=lambda session: None):
         for step, backward in enumerate(backwards):
             torch.manual_seed(step)
             backward(model, batch(512))
-            optimizer.step()
-            optimizer.zero_grad()
-            session.end_step()
+            end_step(optimizer, session)
             moved.append(session.stats.steps[-1].offloaded_bytes if session.stats.steps else 0)
             look(session)
-    return [parameter.detach().clone() for parameter in model.parameters()], moved, session
+    return copied(list(model.parameters())), moved, session
 
 
 def _plain(model, hidden):
@@ -367,13 +341,12 @@ def test_where_a_graph_is_walked_again_everything_moves_from_then_on(walk, tmp_p
 
 def test_where_a_graph_is_walked_again_over_the_budget_weights_and_state_move_too(tmp_path):
     held = []
-    expected, _, _ = _steps_of([_gradient_penalty] * 4, OffloadConfig(tier="none"))
-    found, _, _ = _steps_of(
-        [_gradient_penalty] * 4,
-        auto(tmp_path, "8MiB"),
-        prepares=True,
-        look=lambda session: held.append(session._state.state_placement),
-    )
+
+    def look(session):
+        held.append(session._state.state_placement)
+
+    expected, _, _ = _steps_of(4 * PENALTY, OffloadConfig(tier="none"))
+    found, _, _ = _steps_of(4 * PENALTY, auto(tmp_path, "8MiB"), prepares=True, look=look)
     assert is_same(expected, found)
     assert [(one.state, one.weights) for one in held] == [("ssd", "ssd")] * 4
 
@@ -414,9 +387,7 @@ def test_forwards_in_a_backward_hook_are_offloaded_within_the_budget(tmp_path):
         for step in range(3):
             torch.manual_seed(step)
             _grad_cache(model, batch(1024))
-            optimizer.step()
-            optimizer.zero_grad()
-            session.end_step()
+            end_step(optimizer, session)
         session.detach()
         return [parameter.detach() for parameter in model.parameters()], session
 
@@ -442,11 +413,10 @@ def test_a_step_over_the_budget_is_said_once_with_figures(tmp_path, caplog):
             model.zero_grad()
             session.end_step()
             del beside
-    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("A step took")]
-    assert len(said) == 1
-    assert format_bytes(session.most_measured_bytes) in said[0]
-    assert format_bytes(session.most_measured_bytes - budget) in said[0]
-    assert "memory_budget" in said[0]
+    (said,) = [one for one in caplog.messages if one.startswith("A step took")]
+    assert format_bytes(session.most_measured_bytes) in said
+    assert format_bytes(session.most_measured_bytes - budget) in said
+    assert "memory_budget" in said
 
 
 @pytest.mark.parametrize("rows", [(64, 512), (512, 64)])
@@ -459,9 +429,7 @@ def test_of_micro_batches_that_do_not_fit_the_largest_names_the_budget(rows, tmp
             for _ in range(count):
                 for size in rows:
                     model(batch(size)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                session.end_step()
+                end_step(optimizer, session)
                 if session.forecast is not None and session.forecast.measured_peak_bytes is not None:
                     peaks.append(session.forecast.measured_peak_bytes)
             return max(peaks)
@@ -515,7 +483,7 @@ def _accumulating(config, evaluate, when, optimizes=True):
             session.end_step()
             if when == "after" and not optimizes:
                 evaluate(model, 2048)
-    return [parameter.detach().clone() for parameter in model.parameters()], session
+    return copied(list(model.parameters())), session
 
 
 def _measured(session):
@@ -594,13 +562,11 @@ def test_a_block_that_did_not_run_when_a_step_was_measured_is_within_the_budget(
     """What the plan keeps of the last block that ran is in memory when another one runs."""
     torch.manual_seed(0)
     model = Dropping()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with offload_activations(model, auto(tmp_path, budget)) as session:
         for step in range(3):
             model.dropped = step == 0
             model(batch(512)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            model.zero_grad()
             forecast = session.forecast  # a plan that turns out slower than it was is made again as the step ends
             session.end_step()
     assert forecast.measured_peak_bytes is not None
@@ -627,17 +593,11 @@ class Conditioned(nn.Module):
 @contextlib.contextmanager
 def _level(value):
     token = LEVEL.set(value)
-    try:
-        yield
-    finally:
-        LEVEL.reset(token)
+    yield
+    LEVEL.reset(token)
 
 
-AROUND = {
-    "nothing": contextlib.nullcontext,
-    "a context variable": lambda: _level(2.0),
-    "kernels of attention": lambda: sdpa_kernel(SDPBackend.MATH),
-}
+AROUND = {"a context variable": lambda: _level(2.0), "kernels of attention": lambda: sdpa_kernel(SDPBackend.MATH)}
 WEIGHTS = {"other weights": lambda one: one, "other parameters": nn.Parameter}
 CHANGED = ("a tensor", *WEIGHTS)
 
@@ -720,8 +680,8 @@ def test_a_backward_in_another_thread_than_its_forward_ends_planning(first, tmp_
     found, moved, session = _steps_of(backwards, auto(tmp_path, "16MiB"))
     assert is_same(expected, found)
     assert all(nbytes > 1 << 20 for nbytes in moved[first + 1 :])
-    assert "Several threads" in _said(caplog)[0]
-    assert len(_said(caplog)) == 1
+    (said,) = _said(caplog)
+    assert "Several threads" in said
     assert session.forecast is None
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
@@ -751,15 +711,14 @@ def test_forwards_in_two_threads_at_once_end_planning(tmp_path, caplog):
     torch.manual_seed(0)
     model = Slow()
     expected, _ = _meet(model, batch())
-    session = attach(model, auto(tmp_path))
-    for _ in range(4):
-        gradients, error = _meet(model, batch())
-        assert error is None
-        assert is_same(expected, gradients)
-        session.end_step()
-    assert "Several threads" in _said(caplog)[0]
-    assert len(_said(caplog)) == 1
-    session.detach()
+    with offload_activations(model, auto(tmp_path)) as session:
+        for _ in range(4):
+            gradients, error = _meet(model, batch())
+            assert error is None
+            assert is_same(expected, gradients)
+            session.end_step()
+    (said,) = _said(caplog)
+    assert "Several threads" in said
 
 
 class SlowBlocks(Slow):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from hf_offload import OffloadConfig, OffloadTrainingArguments, attach
+from hf_offload import OffloadConfig, attach
 from hf_offload.engine.hooks import Engine
 from hf_offload.errors import OffloadPlanError
 from hf_offload.planning.automatic import AutomaticPlan
@@ -25,6 +25,9 @@ from hf_offload.storage.handling import WAITS
 from hf_offload.storage.service import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATE, WEIGHTS, storage_of
 from hf_offload.storage.tier import Tier
 from tests.helpers.tables import rows
+from tests.helpers.train import copied, take_steps
+from tests.helpers.trainers import make_trainer
+from tests.helpers.training_steps import end_step, weight_bytes
 
 VOCABULARY, TOKENS, LAYERS = 256, 16, 8
 
@@ -97,9 +100,7 @@ class Trained:
             del loss
             self.shares_staying.append(share_staying(model, made))
             session.clip_grad_norm_(1.0)
-            made.step()
-            made.zero_grad()
-            session.end_step()
+            end_step(made, session)
             if session.forecast is not None and session.forecast.measured_peak_bytes is not None:
                 self.peaks.append(session.forecast.measured_peak_bytes)
         self.streams, weights = streaming_of(made) is not None, session.residency
@@ -178,9 +179,7 @@ def test_on_a_slow_drive_gradients_and_state_take_no_more_of_their_windows_than_
             taken.append(streaming.state_store.buffer_bytes + streaming.gradient_store.buffer_bytes)
             assert taken[-1] <= most < sum(step.transfer_windows.values()) / 2
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        session.end_step()
+        end_step(optimizer, session)
     session.detach()
     assert max(taken) > 0
 
@@ -210,11 +209,7 @@ def test_neither_a_new_plan_nor_updates_of_state_that_stays_are_a_cost_of_what_m
     monkeypatch.setattr("hf_offload.storage.handling.time", clock)
     monkeypatch.setattr(Streaming, "let_stay", let_stay_slowly)
     monkeypatch.setattr(Shadow, "step", step_slowly)
-    for number in range(6):
-        model(**batch(number)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        session.end_step()
+    first_steps(model, optimizer, session, steps=6)
     assert set(counted) == {"a new plan", "an update"}
     assert session._automatic._overhead._usual[OPTIMIZER_STATE][0] == 0.0
     session.detach()
@@ -224,7 +219,7 @@ def test_state_that_stays_leaves_for_a_longer_row_until_it_has_been_measured(tmp
     def growing(number):
         return sized(12, TOKENS if number >= 6 else 2)(number)
 
-    budget = int(3.2 * sum(parameter.nbytes for parameter in build().parameters()))
+    budget = int(3.2 * weight_bytes(build()))
     found = Trained("gpt2", tmp_path, budget, steps=9, batch=growing)
     assert 1 > found.shares_staying[5] > found.shares_staying[-1]
     assert found.shares_staying[6] == 0
@@ -234,18 +229,13 @@ def test_state_that_stays_leaves_for_a_longer_row_until_it_has_been_measured(tmp
 
 def test_state_stays_again_after_many_longer_rows(tmp_path):
     """Each row that is longer than all before lets it leave; what that takes is no reason to leave it on the tier."""
-    model = build()
-    budget = int(3.2 * sum(parameter.nbytes for parameter in model.parameters()))
-    session = attach(model, OffloadConfig(memory_budget=budget, directory=tmp_path, min_bytes=1024))
-    optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    model, optimizer, session = within(tmp_path, 3.2)
     shares = []
     for number in range(24):
         with session.scope():
             model(**sized(12, 2 + number // 4)(number)).loss.backward()
         shares.append(share_staying(model, optimizer))
-        optimizer.step()
-        optimizer.zero_grad()
-        session.end_step()
+        end_step(optimizer, session)
     assert shares[4:].count(0) >= 5
     assert all(share > 0 for share in shares[3::4])
     session.detach()
@@ -256,8 +246,7 @@ def test_of_an_optimizer_that_is_prepared_again_all_state_leaves_that_a_plan_had
     made = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session = attach(model, OffloadConfig(memory_budget=int(0.8 * kept.peaks[-1]), directory=tmp_path, min_bytes=1024))
     session.prepare_optimizer(made)
-    first_steps(model, made, session)
-    first_steps(model, made, session)
+    first_steps(model, made, session, steps=8)
     streaming = streaming_of(made)
     large = [p for p in model.parameters() if p.nbytes >= 1024]
     assert not all(map(streaming.moves, large))
@@ -270,41 +259,32 @@ def test_of_an_optimizer_that_is_prepared_again_all_state_leaves_that_a_plan_had
     session.detach()
 
 
-def test_before_the_first_step_as_few_weights_as_possible_stay_and_little_waits_to_be_written(tmp_path):
+def within(tmp_path, share):
+    """A model, its optimizer and the session of a budget that is this multiple of the weights' bytes."""
     model = build()
-    budget = 6 * sum(parameter.nbytes for parameter in model.parameters()) // 5
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    budget = int(share * weight_bytes(model))
     session = attach(model, OffloadConfig(memory_budget=budget, directory=tmp_path, min_bytes=1024))
-    session.prepare_optimizer(optimizer)
-    blocks = [sum(parameter.nbytes for parameter in block.parameters()) for block in model.transformer.h]
-    others = [parameter.nbytes for parameter in model.parameters()]
-    assert session.residency.limit_bytes <= max(*blocks, *others)
-    assert session.plan.write_behind_bytes <= budget // 16
+    return model, session.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3)), session
+
+
+def test_before_the_first_step_as_few_weights_as_possible_stay_and_little_waits_to_be_written(tmp_path):
+    model, _, session = within(tmp_path, 1.2)
+    most = max(*map(weight_bytes, model.transformer.h), *(parameter.nbytes for parameter in model.parameters()))
+    assert session.residency.limit_bytes <= most
+    assert session.plan.write_behind_bytes <= session.config.memory_budget // 16
     session.detach()
 
 
-def short_of_memory(tmp_path):
-    """Weights and state are on the drive."""
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    budget = 6 * sum(parameter.nbytes for parameter in model.parameters()) // 5
-    session = attach(model, OffloadConfig(memory_budget=budget, directory=tmp_path, min_bytes=1024))
-    session.prepare_optimizer(optimizer)
-    return model, optimizer, session
-
-
-def first_steps(model, optimizer, session):
-    """Steps until there is a plan."""
-    for number in range(4):
+def first_steps(model, optimizer, session, batch=batch, steps=4):
+    """Steps until there is a plan, and some under it."""
+    for number in range(steps):
         with session.scope():
             model(**batch(number)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        session.end_step()
+        end_step(optimizer, session)
 
 
 def test_what_a_step_waits_for_weights_and_state_is_not_taken_for_compute(tmp_path, monkeypatch):
-    model, optimizer, session = short_of_memory(tmp_path)
+    model, optimizer, session = within(tmp_path, 1.2)
     storage = storage_of(model)
     honest_clock, honest_wait, late_s = time.perf_counter, Tier.wait_until_done, 0
 
@@ -323,7 +303,7 @@ def test_what_a_step_waits_for_weights_and_state_is_not_taken_for_compute(tmp_pa
 
 
 def test_what_moving_bytes_takes_of_the_training_is_not_taken_for_compute(tmp_path, monkeypatch):
-    model, optimizer, session = short_of_memory(tmp_path)
+    model, optimizer, session = within(tmp_path, 1.2)
     assert session.residency is not None
     assert streaming_of(optimizer) is not None
     honest_clock, late_s = time.perf_counter, 0
@@ -359,7 +339,7 @@ def sized(rows, tokens=TOKENS):
 def test_the_first_step_keeps_to_a_budget_that_later_steps_keep_to(tmp_path):
     """Weights alone would leave a quarter of it for activations, which take more: they come back once that is known."""
     many = sized(12)
-    budget = int(1.9 * sum(parameter.nbytes for parameter in build().parameters()))
+    budget = int(1.9 * weight_bytes(build()))
     found = Trained("gpt2", tmp_path, budget, batch=many)
     assert found.is_same(Trained("gpt2", tmp_path, batch=many))
     assert found.most_measured_bytes <= budget
@@ -368,39 +348,15 @@ def test_the_first_step_keeps_to_a_budget_that_later_steps_keep_to(tmp_path):
     assert not roomy.parks
 
 
-def test_a_longer_row_after_short_ones_runs_with_few_weights_until_it_has_been_measured(tmp_path):
-    def growing(number):
-        return sized(12, TOKENS if number == 4 else 2)(number)
-
-    budget = int(1.9 * sum(parameter.nbytes for parameter in build().parameters()))
-    before = Trained("gpt2", tmp_path, budget, steps=4, batch=growing)
-    assert not before.parks  # short rows leave room for all weights
-    found = Trained("gpt2", tmp_path, budget, batch=growing)
-    assert found.is_same(Trained("gpt2", tmp_path, batch=growing))
-    assert found.most_measured_bytes <= budget
-
-
 def test_weights_that_have_all_come_back_have_the_bits_of_the_run_in_memory_with_a_state_dict_held(tmp_path):
-    model = build()
-    budget = int(1.9 * sum(parameter.nbytes for parameter in model.parameters()))
-    session = attach(model, OffloadConfig(memory_budget=budget, directory=tmp_path, min_bytes=1024))
-    optimizer = session.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    model, optimizer, session = within(tmp_path, 1.9)
     held = model.state_dict()
     assert any(parked_of(parameter) is not None for parameter in model.parameters())
-    for number in range(4):
-        with session.scope():
-            model(**sized(12, 2)(number)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        session.end_step()
+    first_steps(model, optimizer, session, sized(12, 2))
     assert session.residency is None
     session.detach()
     expected = build()
-    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-3)
-    for number in range(4):
-        expected(**sized(12, 2)(number)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(expected, torch.optim.AdamW(expected.parameters(), lr=1e-3), map(sized(12, 2), range(4)))
     assert all(map(torch.equal, model.parameters(), expected.parameters()))
     assert all(torch.equal(held[name], parameter) for name, parameter in model.named_parameters())
 
@@ -418,7 +374,7 @@ def test_a_longer_row_lets_no_more_wait_to_be_written_than_a_first_step(tmp_path
         return sized(12, TOKENS if number == 4 else 2)(number)
 
     monkeypatch.setattr(AutomaticPlan, "_apply", noted)
-    Trained("gpt2", tmp_path, int(2.5 * sum(one.nbytes for one in build().parameters())), batch=growing)
+    Trained("gpt2", tmp_path, int(2.5 * weight_bytes(build())), batch=growing)
     assert applied[applied.index(None) + 1] <= applied[0]
 
 
@@ -440,9 +396,7 @@ def test_a_weight_is_updated_in_parts_as_small_as_the_budget_asks_for(tmp_path):
             rows = torch.randn(8, 512, generator=torch.Generator().manual_seed(number))
             with session.scope():
                 model(rows).square().mean().backward()
-            made.step()
-            made.zero_grad()
-            session.end_step()
+            end_step(made, session)
         assert budget is None or session.most_measured_bytes <= budget
         session.detach()
         return [parameter.detach().clone() for parameter in model.parameters()]
@@ -452,7 +406,7 @@ def test_a_weight_is_updated_in_parts_as_small_as_the_budget_asks_for(tmp_path):
 
 def test_what_does_not_fit_beside_activations_leaves_after_the_first_step(tmp_path, caplog):
     model = build()
-    persistent = 4 * sum(parameter.nbytes for parameter in model.parameters())
+    persistent = 4 * weight_bytes(model)
     with caplog.at_level(logging.INFO, "hf_offload"):
         found = Trained("gpt2", tmp_path, int(1.04 * persistent), optimizer=FUSED)
     assert found.streams
@@ -471,24 +425,21 @@ class Coupled(torch.optim.AdamW):
         return super().step(closure)
 
 
-def test_an_optimizer_that_cannot_be_streamed_stays_in_memory_and_the_plan_says_so(tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"optimizer": Coupled}, "stay in memory, though"), ({"prepare": False}, "prepare_optimizer")],
+)
+def test_where_no_optimizer_can_be_streamed_the_plan_says_so(settings, said, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "hf_offload"), pytest.raises(OffloadPlanError, match="too small"):
-        Trained("gpt2", tmp_path, "1MiB", steps=2, optimizer=Coupled)
-    assert any("stay in memory, though" in record.getMessage() for record in caplog.records)
-
-
-def test_without_its_optimizer_a_session_refuses_as_before(tmp_path, caplog):
-    with caplog.at_level(logging.INFO, "hf_offload"), pytest.raises(OffloadPlanError, match="too small"):
-        Trained("gpt2", tmp_path, "1MiB", steps=2, prepare=False)
-    assert any("prepare_optimizer" in record.getMessage() for record in caplog.records)
+        Trained("gpt2", tmp_path, "1MiB", steps=2, **settings)
+    assert said in caplog.text
 
 
 def test_frozen_weights_leave_memory_without_any_optimizer(tmp_path):
     model = build("llama").requires_grad_(False)
     model.lm_head.requires_grad_(True)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
     optimizer = torch.optim.SGD(model.lm_head.parameters(), lr=1e-3)
-    session = attach(model, OffloadConfig(memory_budget=weights, directory=tmp_path, min_bytes=1024))
+    session = attach(model, OffloadConfig(memory_budget=weight_bytes(model), directory=tmp_path, min_bytes=1024))
     assert session.prepare_optimizer(optimizer) is optimizer
     assert session.residency is not None
     session.detach()
@@ -496,23 +447,14 @@ def test_frozen_weights_leave_memory_without_any_optimizer(tmp_path):
 
 def test_the_trainer_moves_what_does_not_fit(tmp_path):
     def trained(**settings):
-        arguments = OffloadTrainingArguments(
-            output_dir=str(tmp_path / "run"), max_steps=2, per_device_train_batch_size=2, save_strategy="no",
-            report_to="none", use_cpu=True, disable_tqdm=True, **settings,
-        )  # fmt: skip
         rows = [{name: value[0] for name, value in batch(number).items()} for number in range(4)]
-        trainer = transformers.Trainer(build(), arguments, train_dataset=rows)
+        trainer = make_trainer(tmp_path / "run", build(), data=rows, max_steps=2, **settings)
         trainer.train()
-        streams = streaming_of(trainer.optimizer.optimizer) is not None
-        return streams, [parameter.detach().clone() for parameter in trainer.model.parameters()]
+        return streaming_of(trainer.optimizer.optimizer) is not None, copied(list(trainer.model.parameters()))
 
-    def auto(budget):
-        return {
-            "offload": "auto", "offload_memory_budget": budget, "offload_min_bytes": 1024, "offload_directory": str(tmp_path),
-        }  # fmt: skip
-
-    weights = sum(parameter.nbytes for parameter in build().parameters())
-    plain, roomy, tight = trained(), trained(**auto("1GiB")), trained(**auto(3 * weights))
+    auto = {"offload": "auto", "offload_min_bytes": 1024, "offload_directory": str(tmp_path)}
+    plain = trained()
+    roomy, tight = (trained(offload_memory_budget=one, **auto) for one in ("1GiB", 3 * weight_bytes(build())))
     assert [one[0] for one in (plain, roomy, tight)] == [False, False, True]
     for other in (roomy, tight):
         assert all(map(torch.equal, plain[1], other[1]))

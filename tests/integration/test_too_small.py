@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_offload import OffloadConfig, attach, offload_activations
 from hf_offload.errors import OffloadPlanError
 from hf_offload.settings.sizes import format_bytes
+from tests.helpers.training_steps import end_step
 
 
 class Block(nn.Module):
@@ -58,9 +59,7 @@ def refusal_of(folder, model, inputs, **settings):
             for _ in range(4):
                 found = model(**inputs)
                 (found if isinstance(found, torch.Tensor) else found.loss).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                session.end_step()
+                end_step(optimizer, session)
     finally:
         session.detach()
     return str(refused.value)
@@ -133,9 +132,7 @@ def first_steps(folder, caplog, model, rows, budget, count=1, **settings):
         try:
             for _ in range(count):
                 model(rows).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                session.end_step()
+                end_step(optimizer, session)
         except OffloadPlanError as error:
             return session, [str(error)]
     # What is said of the allocator is said once in a process.
@@ -231,9 +228,7 @@ def test_only_the_first_plan_ends_a_run(tmp_path, caplog):
             for length in lengths:
                 rows = torch.randn(length, 32, generator=torch.Generator().manual_seed(length))
                 model(rows).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                session.end_step()
+                end_step(optimizer, session)
         return [parameter.detach().clone() for parameter in model.parameters()], session
 
     lengths = [4096, 2048, 8192, 8192, 4096, 8192, 12288]

@@ -19,6 +19,8 @@ from hf_offload.planning.shapes import OverBudget
 from hf_offload.state.gradients import has_gradient_here
 from hf_offload.state.optimizer import streaming_of
 from tests.helpers.tables import rows
+from tests.helpers.train import copied
+from tests.helpers.training_steps import end_step, weight_bytes
 
 WIDTH, ROWS = 64, 64
 _STEPS = 16
@@ -63,7 +65,9 @@ def batch(length=ROWS):
     return torch.randn(length, WIDTH, generator=torch.Generator().manual_seed(length))
 
 
-def attached(model, tmp_path, budget="100MiB", optimizer=None):
+def attached(model, tmp_path, share=100, optimizer=None):
+    """A session with a budget that is this multiple of the weights' bytes."""
+    budget = int(share * weight_bytes(model))
     config = OffloadConfig(
         tier="auto", directory=tmp_path, memory_budget=budget, min_bytes=4096, recompute_elementwise="off"
     )
@@ -147,15 +151,15 @@ def test_what_it_took_until_it_broke_off_is_known(tmp_path):
     break_off(model, "backward", Trouble())
     assert session.most_measured_bytes is None
     model(batch(1))
-    assert session.most_measured_bytes > sum(p.nbytes for p in model.parameters())
+    assert session.most_measured_bytes > weight_bytes(model)
     session.detach()
 
 
 def test_weights_that_left_for_a_longer_one_come_back_if_it_breaks_off(tmp_path):
     model = net()
     optimizer = adamw(model)
-    session = attached(model, tmp_path, int(2.7 * sum(p.nbytes for p in model.parameters())), optimizer)
-    weights, limits = sum(p.nbytes for p in model.parameters()), []
+    session = attached(model, tmp_path, 2.7, optimizer)
+    weights, limits = weight_bytes(model), []
 
     def look(*args):
         limits.append(weights if session.residency is None else session.residency.limit_bytes)
@@ -163,9 +167,7 @@ def test_weights_that_left_for_a_longer_one_come_back_if_it_breaks_off(tmp_path)
     model.blocks[0].register_forward_pre_hook(look)
     for _ in range(4):
         model(batch()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        session.end_step()
+        end_step(optimizer, session)
     break_off(model, "forward", Trouble(), length=2 * ROWS)
     model(batch()).backward()
     session.detach()
@@ -184,22 +186,6 @@ def test_a_forward_in_a_handler_of_errors_did_not_break_off(tmp_path):
         session.end_step()
     assert len(session.planned.shape.forwards) == 2
     session.detach()
-
-
-def test_saved_tensors_that_are_there_when_measuring_begins_are_counted():
-    model = net()
-    peaks = []
-    for held in (0, 1 << 20):
-        kept = torch.zeros(held, dtype=torch.uint8)
-        meter = StepMeter(model, lambda held=held: held, lambda: 0.0, lambda: 0)
-        meter.begin([kept.untyped_storage()] if held else [])
-        meter.begin_forward([batch()], True)
-        model(batch()).backward()
-        model.zero_grad()
-        meter.end()
-        peaks.append((meter.peak_bytes(0), max(one.live_bytes for one in meter.footprint(0).segments)))
-    assert peaks[1][0] - peaks[0][0] == 1 << 20
-    assert peaks[1][1] == peaks[0][1]  # the engine's are no part of what the model has alive
 
 
 def test_the_engine_shows_the_storages_that_it_holds(tmp_path):
@@ -236,8 +222,8 @@ def test_gradients_on_a_tier_stay_there_in_the_next_micro_batch(set_to_none, cli
     """Also after clipping, which reads and writes them where they are."""
     model = net()
     optimizer = adamw(model)
-    weights = sum(p.nbytes for p in model.parameters())
-    session = attached(model, tmp_path, int((3.2 if clips else 2.5) * weights), optimizer)
+    weights = weight_bytes(model)
+    session = attached(model, tmp_path, 3.2 if clips else 2.5, optimizer)
     seen = []
     model.blocks[0].register_forward_pre_hook(
         lambda *args: seen.append(sum(p.nbytes for p in model.parameters() if has_gradient_here(p)))
@@ -330,44 +316,28 @@ def test_gradients_that_are_looked_at_before_the_step_take_no_memory(tmp_path):
     assert live[0] == live[1]
 
 
-@pytest.mark.parametrize("budget", [2.6, 3.0, 3.4])
-def test_a_plan_keeps_to_its_budget_where_gradients_are_looked_at(budget, tmp_path, caplog):
-    model = net()
-    optimizer = adamw(model)
-    session = attached(model, tmp_path, int(budget * sum(p.nbytes for p in model.parameters())), optimizer)
-    with caplog.at_level(logging.INFO, "hf_offload"):
-        uneven_steps(model, optimizer, lambda step: (16,), session, clips=True)
-    session.detach()
-    assert not [one for one in caplog.messages if one.startswith("A step took")]
-
-
-def in_turn(step):
-    """The lengths of a step's micro-batches: the longest one comes in different places."""
-    return ((16, 128), (16, 16), (128, 16))[step % 3]
+IN_TURN = _STEPS * [(16, 128), (16, 16), (128, 16)]
+"""The lengths of each step's micro-batches: the longest one comes in different places."""
 
 
 def by_chance(seed):
     """The same, at random."""
     rng = random.Random(seed)
-    drawn = [(rng.choice((16, 64, 128)), rng.choice((16, 64, 128))) for _ in range(_STEPS)]
-    return drawn.__getitem__
+    return [(rng.choice((16, 64, 128)), rng.choice((16, 64, 128))) for _ in range(_STEPS)]
 
 
 def uneven_steps(model, optimizer, lengths, session=None, clips=False):
     """Losses and weights of steps with micro-batches of these lengths."""
     losses = []
     for step in range(_STEPS):
-        for length in lengths(step):
+        for length in lengths[step]:
             loss = model(batch(length))
             loss.backward()
             losses.append(loss.item())
         if clips:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if session is not None:
-            session.end_step()
-    return losses, [parameter.detach().clone() for parameter in model.parameters()]
+        end_step(optimizer, session)
+    return losses, copied(list(model.parameters()))
 
 
 def adamw(model):
@@ -383,20 +353,19 @@ def adamw(model):
 )
 def test_the_micro_batch_that_needs_most_says_where_weights_and_state_are(budget, seed, tmp_path, caplog):
     """Small ones have room for them, and would bring them back each time. A ``budget`` is a multiple of the weights."""
-    lengths = in_turn if seed is None else by_chance(seed)
+    lengths = IN_TURN if seed is None else by_chance(seed)
     model = net()
     expected, weights = uneven_steps(model, adamw(model), lengths)
     model = net()
     optimizer = adamw(model)
-    session = attached(model, tmp_path, int(budget * sum(p.nbytes for p in model.parameters())), optimizer)
+    session = attached(model, tmp_path, budget, optimizer)
     with caplog.at_level(logging.INFO, "hf_offload"):
         losses, found = uneven_steps(model, optimizer, lengths, session)
     session.detach()
-    said = [record.getMessage() for record in caplog.records]
     assert losses == expected
     assert all(map(torch.equal, weights, found))
-    assert not [one for one in said if one.startswith("A step took")]
-    assert sum(one.startswith("Measuring again") for one in said) <= 3
+    assert "A step took" not in caplog.text
+    assert caplog.text.count("Measuring again") <= 3
 
 
 def test_what_comes_twice_in_the_first_step_of_its_kind_was_not_known_either():
@@ -410,20 +379,25 @@ def test_what_comes_twice_in_the_first_step_of_its_kind_was_not_known_either():
 
 
 @pytest.mark.parametrize(
-    ("budget", "count"),
-    rows([(budget, count) for budget in (3.6, 4.2, 4.6, 5.0) for count in (2, 3, 4)], quick=[(4.6, 3), (5.0, 4)]),
+    ("budget", "lengths", "clips"),
+    rows(
+        [
+            *((budget, count * (128,), False) for budget in (3.6, 4.2, 4.6, 5.0) for count in (2, 3, 4)),
+            *((budget, (16,), True) for budget in (2.6, 3.0, 3.4)),
+        ],
+        quick=[(4.6, 3 * (128,), False), (5.0, 4 * (128,), False), (2.6, (16,), True), (3.4, (16,), True)],
+    ),
 )
-def test_micro_batches_that_are_all_alike_keep_the_budget(budget, count, tmp_path, caplog):
-    """What is measured of the second one has the gradients of the first one, once."""
+def test_micro_batches_that_are_all_alike_keep_the_budget(budget, lengths, clips, tmp_path, caplog):
+    """What is measured of the second one has the gradients of the first one, once. Clipping looks at gradients."""
     model = net()
     optimizer = adamw(model)
-    session = attached(model, tmp_path, int(budget * sum(p.nbytes for p in model.parameters())), optimizer)
+    session = attached(model, tmp_path, budget, optimizer)
     with caplog.at_level(logging.INFO, "hf_offload"):
-        uneven_steps(model, optimizer, lambda step: (128,) * count, session)
+        uneven_steps(model, optimizer, _STEPS * [lengths], session, clips)
     session.detach()
-    said = [record.getMessage() for record in caplog.records]
-    assert not [one for one in said if one.startswith("A step took")]
-    assert sum(one.startswith("Measuring again") for one in said) <= 2
+    assert "A step took" not in caplog.text
+    assert caplog.text.count("Measuring again") <= 2
 
 
 def test_a_measured_step_does_not_let_any_number_of_bytes_wait_to_be_written(tmp_path, monkeypatch):
@@ -437,14 +411,13 @@ def test_a_measured_step_does_not_let_any_number_of_bytes_wait_to_be_written(tmp
     monkeypatch.setattr(Engine, "apply_plan", note)
     model = net()
     optimizer = adamw(model)
-    budget = int(3.2 * sum(p.nbytes for p in model.parameters()))
-    session = attached(model, tmp_path, budget, optimizer)
+    session = attached(model, tmp_path, 3.2, optimizer)
     uneven_steps(model, optimizer, by_chance(1), session)
     session.detach()
     first, *others = waiting[1:]  # after the engine's own, before there is a plan
     assert len(others) > 3
-    assert first == budget // 16
-    assert max(others) < budget // 2
+    assert first == session.config.memory_budget // 16
+    assert max(others) < session.config.memory_budget // 2
 
 
 class Tied(nn.Module):
@@ -469,16 +442,14 @@ def test_nothing_goes_back_to_where_a_step_has_shown_that_it_does_not_fit(kib, t
     torch.manual_seed(0)
     model = Tied()
     optimizer = adamw(model)
-    session = attached(model, tmp_path, kib << 10, optimizer)
+    session = attached(model, tmp_path, (kib << 10) / weight_bytes(model), optimizer)
     steps = 0
     try:
         while steps < 12:
             steps += 1
             for length in (64, 32):
                 model(torch.randint(512, (2, length))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.end_step()
+            end_step(optimizer, session)
     except OffloadPlanError:
         assert steps <= 4
     session.detach()
