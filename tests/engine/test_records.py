@@ -109,15 +109,20 @@ def test_a_record_that_is_gone_cannot_be_found_again():
     assert found == [[None]]
 
 
-def test_a_store_in_flight_is_forwarded_from_memory():
-    x = leaf(64, 64)
-    expected = torch.autograd.grad((x * 2).sin().sum(), x)[0]
-    tier = ControlledTier()
+def being_stored(function):
+    """The sum of ``function(x * 2)``, of whose saved tensors the first is on its way out, behind a gate that is closed."""
+    x, tier = leaf(64, 64), ControlledTier()
     tier.write_gate.clear()
     rig = Rig(tier)
     with rig:
-        y = (x * 2).sin().sum()
+        y = function(x * 2).sum()
     assert tier.writes_begun.acquire(timeout=60)
+    return tier, rig, x, y
+
+
+def test_a_store_in_flight_is_forwarded_from_memory():
+    tier, rig, x, y = being_stored(torch.sin)
+    expected = torch.autograd.grad((x * 2).sin().sum(), x)[0]
     assert torch.equal(torch.autograd.grad(y, x)[0], expected)  # would hang if it waited for the store
     assert rig.stats.forwarded_bytes == 64 * 64 * 4
     assert rig.stats.loaded_bytes == 0
@@ -127,13 +132,7 @@ def test_a_store_in_flight_is_forwarded_from_memory():
 
 
 def test_a_store_that_has_not_begun_is_cancelled():
-    x = leaf(64, 64)
-    tier = ControlledTier()
-    tier.write_gate.clear()
-    rig = Rig(tier)
-    with rig:
-        y = (x * 2).sin().cos().sum()
-    assert tier.writes_begun.acquire(timeout=60)  # the first is under way, the second waits in the queue
+    tier, rig, x, y = being_stored(lambda h: h.sin().cos())  # the second waits in the queue
     torch.autograd.grad(y, x, retain_graph=True)  # or the end of the records would cancel their stores
     tier.write_gate.set()
     rig.settle()
@@ -143,13 +142,7 @@ def test_a_store_that_has_not_begun_is_cancelled():
 
 
 def test_a_store_that_ends_does_not_drop_what_backward_has_kept():
-    x = leaf(64, 64)
-    tier = ControlledTier()
-    tier.write_gate.clear()
-    rig = Rig(tier)
-    with rig:
-        y = (x * 2).sin().sum()
-    assert tier.writes_begun.acquire(timeout=60)
+    tier, rig, x, y = being_stored(torch.sin)
     torch.autograd.grad(y, x, retain_graph=True)
     tier.write_gate.set()
     rig.settle()

@@ -270,46 +270,26 @@ def test_shards_of_weights_are_never_moved(distributed):
     assert model.weight.to_local() not in moved
 
 
-def test_tensors_of_a_subclass_pass_through(distributed):
-    x = leaf(16, 16)
-
-    def function(x):
-        return (distributed(x) * 2).sin().to_local().sum()
-
-    expected = torch.autograd.grad(function(x), x)[0]
-    rig = Rig()
-    with rig:
-        y = function(x)
-    rig.settle()
-    assert torch.equal(torch.autograd.grad(y, x)[0], expected)
-    assert rig.stats.offloaded_bytes == 0
-
-
 class Named(torch.Tensor):
     """As in PyTorch's docs on extending it: a class of one's own, over a plain tensor's bytes."""
 
 
-def test_tensors_of_an_own_class_pass_through():
-    x = leaf(16, 16)
-    rig = Rig()
-    with rig:
-        y = x.as_subclass(Named).sin()
-    assert type(y) is Named
-    rig.settle()
-    assert rig.stats.offloaded_bytes == 0
-    y.sum().backward()
-    assert torch.equal(x.grad, x.detach().cos())
+@pytest.mark.parametrize("kind", ["a subclass that wraps", "a class of one's own", "sparse"])
+def test_what_is_not_plain_passes_through(kind, distributed):
+    def function(x):
+        if kind == "a subclass that wraps":
+            return (distributed(x) * 2).sin().to_local().sum()
+        if kind == "sparse":
+            return torch.sparse.mm(torch.eye(8).to_sparse(), x).sum()
+        return x.as_subclass(Named).sin().sum().as_subclass(torch.Tensor)
 
-
-def test_what_is_not_plain_passes_through():
     x = leaf(8, 8)
-    sparse = torch.eye(8).to_sparse()
     rig = Rig()
     with rig:
-        y = (torch.sparse.mm(sparse, x * 2).sin()).sum()
+        result = function(x)
     rig.settle()
-    y.backward()
-    assert torch.equal(x.grad, torch.autograd.grad(torch.sparse.mm(sparse, x * 2).sin().sum(), x)[0])
+    assert torch.equal(torch.autograd.grad(result, x)[0], torch.autograd.grad(function(x), x)[0])
+    assert rig.stats.offloaded_bytes == 0
 
 
 @pytest.mark.parametrize("view", [lambda h: h[:, ::32], lambda h: h[:1, :8].expand(64, 8)], ids=["apart", "repeated"])

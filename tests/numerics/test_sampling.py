@@ -253,21 +253,6 @@ def test_the_published_biased_ways_are_found_out(mutant):
     assert farthest(estimates, gradient.t() @ rows) > LIMIT
 
 
-def test_the_published_biased_ways_are_found_out_by_enumeration():
-    importance = [0.5, 0.2, 0.15, 0.1, 0.05]
-    terms = torch.randn(5, 3, generator=torch.Generator().manual_seed(1), dtype=torch.double)
-    found = [(chance, terms[indices][factors > 0].sum(0)) for indices, factors, chance in outcomes(importance, 3, True)]
-    unweighted = sum(chance * value for chance, value in found)
-    distinct = torch.zeros(3, dtype=torch.double)
-    for chosen in itertools.permutations(range(5), 3):
-        chance, left = 1.0, 1.0
-        for row in chosen:
-            chance, left = chance * importance[row] / left, left - importance[row]
-        distinct += chance * terms[list(chosen)].sum(0)
-    for biased in (unweighted, distinct):
-        assert (biased - terms.sum(0)).norm() > 0.1 * terms.sum(0).norm()
-
-
 def test_winners_lower_the_error_on_peaked_rows():
     torch.manual_seed(0)
     rows = inputs("peaked")

@@ -54,7 +54,18 @@ class Multiply(_Op):
             return None, device.launch(_mix, size, gradient, other), device.launch(_mix, size, gradient, one)
 
 
-class Keep(_Op):
+class _Saves(_Op):
+    """Saves one tensor of the size of its gradient."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with ctx.device.on(ctx.stream):
+            _Op.gradient_arrives(ctx, gradient)
+            (saved,) = ctx.saved_tensors
+            return None, ctx.device.launch(_mix, gradient.size(), gradient, saved)
+
+
+class Keep(_Saves):
     """Saves its output, as tanh does."""
 
     @staticmethod
@@ -64,15 +75,8 @@ class Keep(_Op):
         ctx.save_for_backward(output)
         return output
 
-    @staticmethod
-    def backward(ctx, gradient):
-        with ctx.device.on(ctx.stream):
-            _Op.gradient_arrives(ctx, gradient)
-            (output,) = ctx.saved_tensors
-            return None, ctx.device.launch(_mix, gradient.size(), gradient, output)
 
-
-class Turn(_Op):
+class Turn(_Saves):
     """Saves a transposed view."""
 
     @staticmethod
@@ -80,13 +84,6 @@ class Turn(_Op):
         _Op.compute(ctx, device, value)
         ctx.save_for_backward(value.t())
         return device.launch(lambda output, value: _mix(output, value, value.t()), value.size(), value)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        with ctx.device.on(ctx.stream):
-            _Op.gradient_arrives(ctx, gradient)
-            (turned,) = ctx.saved_tensors
-            return None, ctx.device.launch(_mix, gradient.size(), gradient, turned)
 
 
 class Rows(_Op):
@@ -128,7 +125,7 @@ class Free(_Op):
             return None, ctx.device.launch(_mix, gradient.size(), gradient, gradient)
 
 
-class Overwrite(_Op):
+class Overwrite(_Saves):
     """Changes its input in place, and saves what comes out: a later version of a storage."""
 
     @staticmethod
@@ -138,13 +135,6 @@ class Overwrite(_Op):
         ctx.mark_dirty(value)
         ctx.save_for_backward(value)
         return value
-
-    @staticmethod
-    def backward(ctx, gradient):
-        with ctx.device.on(ctx.stream):
-            _Op.gradient_arrives(ctx, gradient)
-            (value,) = ctx.saved_tensors
-            return None, ctx.device.launch(_mix, gradient.size(), gradient, value)
 
 
 class Fork(_Op):

@@ -198,29 +198,20 @@ def test_what_is_recomputed_has_the_dropout_of_cuda_too():
     assert 0 < saved[1] < saved[0]
 
 
-def test_ctrl_c_waits_for_backward():
-    """Its C++ may not survive an exception that comes at any place."""
+@pytest.mark.parametrize(
+    ("hook", "expected"), [("register_forward_hook", [0, 1]), ("register_full_backward_pre_hook", [2, 1, 0])]
+)
+def test_ctrl_c_ends_a_forward_and_waits_for_backward(hook, expected):
+    """The C++ of a backward may not survive an exception that comes at any place."""
     with fake_mode():
         model, inputs = build("gpt2", 0.0), batch()
     reached = []
     for index, block in enumerate(model.transformer.h):
-        block.register_full_backward_pre_hook(lambda *_, index=index: reached.append(index))
-    model.transformer.h[1].register_full_backward_pre_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+        getattr(block, hook)(lambda *_, index=index: reached.append(index))
+    getattr(model.transformer.h[1], hook)(lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         count_footprint(model, inputs, cost=lambda *_: 0.0, optimizer=NOTHING, min_bytes=4096, as_on_cuda=True)
-    assert reached == [2, 1, 0]
-
-
-def test_ctrl_c_ends_a_forward():
-    with fake_mode():
-        model, inputs = build("gpt2", 0.0), batch()
-    reached = []
-    for index, block in enumerate(model.transformer.h):
-        block.register_forward_hook(lambda *_, index=index: reached.append(index))
-    model.transformer.h[1].register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        count_footprint(model, inputs, cost=lambda *_: 0.0, optimizer=NOTHING, min_bytes=4096, as_on_cuda=True)
-    assert reached == [0, 1]
+    assert reached == expected
 
 
 def test_a_forward_that_reads_values_is_refused_with_a_way_out():
