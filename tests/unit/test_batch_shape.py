@@ -77,8 +77,18 @@ def test_types_count():
     assert not shape(long().bfloat16()).fits_into(shape(long()))
 
 
-def test_lengths_of_lists_count():
-    large, small = (shape([[1] * rows, [2]]) for rows in (8, 2))
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda large: shape([[1] * (8 if large else 2), [2]]),
+        lambda large: shape(np.ones((8 if large else 2, 4))),
+        lambda large: shape(long(), model=nn.BatchNorm1d(4, dtype=torch.float64 if large else torch.float32)),
+        lambda large: shape(long(), model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(large))),
+    ],
+    ids=["lengths of lists", "arrays", "weights", "what is trained"],
+)
+def test_sizes_that_are_no_tensors_of_inputs_count(made):
+    small, large = made(False), made(True)
     assert small.fits_into(large)
     assert not large.fits_into(small)
 
@@ -91,33 +101,10 @@ def test_autocast_counts():
     assert not beside.fits_into(without)
 
 
-def test_larger_weights_count():
-    model = nn.BatchNorm1d(4)
-    small = shape(long(), model=model)
-    large = shape(long(), model=model.double())
-    assert small.fits_into(large)
-    assert not large.fits_into(small)
-
-
-def test_arrays_count():
-    large, small = (shape(np.ones((rows, 4))) for rows in (8, 2))
-    assert small.fits_into(large)
-    assert not large.fits_into(small)
-
-
 def test_sparse_gradients_count():
     model = nn.Embedding(10, 4, sparse=True)
     model(torch.tensor([1, 2, 2])).sum().backward()
     assert shape(long(), model=model).gradient_bytes >= 3 * 4 * 4
-
-
-def test_what_is_trained_counts():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    all_of_it = shape(long(), model=model)
-    model[0].requires_grad_(False)
-    half = shape(long(), model=model)
-    assert half.fits_into(all_of_it)
-    assert not all_of_it.fits_into(half)
 
 
 def test_gradients_that_are_there_count():
