@@ -173,3 +173,9 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """A copy of every parameter by name."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def hooks_on(model: nn.Module) -> list[Any]:
+    """All forward hooks of a model's modules."""
+    modules = list(model.modules())
+    return [hook for one in modules for hook in (*one._forward_pre_hooks.values(), *one._forward_hooks.values())]

@@ -19,7 +19,7 @@ from hf_offload import OffloadConfig, OffloadConfigError, OffloadPlugin, Offload
 from hf_offload.integrations.accelerate import attached_accelerators
 from hf_offload.run import switch_on
 from hf_offload.session import attached_session
-from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
+from tests.helpers.tiny_models import ExampleDataset, hooks_on, tiny_batch, tiny_model, weights
 from tests.helpers.train import same
 from tests.helpers.trainers import make_trainer
 
@@ -38,14 +38,6 @@ def every_accelerator_is_let_go():
 @pytest.fixture
 def plugin(tmp_path):
     return OffloadPlugin(tier="ssd", directory=tmp_path, min_bytes=0)
-
-
-def hooks_on(model):
-    return [
-        hook
-        for module in model.modules()
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    ]
 
 
 def session_of(accelerator):

@@ -13,24 +13,19 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from typer.testing import CliRunner
 
-from hf_offload import OffloadCallback, OffloadConfig, OffloadTrainingArguments
-from hf_offload.cli.main import app
+from hf_offload import OffloadCallback, OffloadConfig
 from hf_offload.settings.recipes import load_recipe
-from tests.helpers.tiny_models import ExampleDataset, tiny_model
+from tests.helpers.command_line import command
+from tests.helpers.tiny_models import tiny_model
+from tests.helpers.trainers import make_trainer
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(folder, trainer_class=Trainer, callbacks=(), **settings):
-    arguments = OffloadTrainingArguments(
-        output_dir=str(folder), max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
-        per_device_train_batch_size=2, **settings,
-    )  # fmt: skip
-    model = tiny_model("llama")
-    trainer = trainer_class(
-        model=model, args=arguments, train_dataset=ExampleDataset("llama", 4), callbacks=list(callbacks)
+    trainer = make_trainer(
+        folder, tiny_model("llama"), kind=trainer_class, callbacks=callbacks, max_steps=2, **settings
     )
     trainer.train()
     trainer.create_model_card(model_name="tiny")
@@ -69,10 +64,7 @@ def test_any_way_of_switching_on_and_any_trainer(tmp_path):
 
 
 def test_a_callback_that_is_added_later(tmp_path):
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no"
-    )
-    trainer = Trainer(tiny_model("llama"), arguments, train_dataset=ExampleDataset("llama", 4))
+    trainer = make_trainer(tmp_path, tiny_model("llama"), arguments=TrainingArguments, max_steps=2)
     trainer.add_callback(OffloadCallback(OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=0)))
     trainer.train()
     trainer.create_model_card()
@@ -102,7 +94,7 @@ def test_a_recipe_leaves_the_card_of_its_trainer(tiny_recipe, tmp_path):
         f"training.output_dir={tmp_path / 'out'}",
         "offload={tier: ssd, min_bytes: 0}",
     ]
-    result = CliRunner().invoke(app, ["train", str(tiny_recipe), *changes])
+    result = command("train", tiny_recipe, *changes)
     assert result.exit_code == 0, result.output + result.stderr
     text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "tier='ssd' was asked for" in section(text)

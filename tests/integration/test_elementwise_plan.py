@@ -10,7 +10,8 @@ from hf_offload.errors import OffloadPlanError
 from hf_offload.structure.units import find_blocks
 from tests.helpers.activation_heavy_models import batch, build
 from tests.helpers.live_bytes import live_bytes_of_steps
-from tests.helpers.train import same
+from tests.helpers.train import assert_same, copied
+from tests.helpers.training_steps import end_step
 
 LAYERS = 4
 
@@ -44,40 +45,41 @@ def train(model, config, steps, forwards=lambda step: 1):
             losses.append(loss.item())
             gradients = [one.grad.clone() for one in model.parameters() if one.grad is not None]
             del loss
-            optimizer.step()
-            optimizer.zero_grad()
-            session.end_step()
+            end_step(optimizer, session)
             if session.forecast is not None and session.forecast.measured_peak_bytes is not None:
-                looked_at, reduced = (
-                    session.forecast,
-                    [one for one in session.plan.placements.values() if one.elementwise],
-                )
+                looked_at = session.forecast
+                reduced = [one for one in session.plan.placements.values() if one.elementwise]
         plan = session.plan
         names = session.rematerialized
-    return losses, gradients, [one.detach().clone() for one in model.parameters()], (plan, looked_at, reduced, names)
+    return [losses, gradients, copied(list(model.parameters()))], (plan, looked_at, reduced, names)
 
 
 def auto(budget, directory, **settings):
     return OffloadConfig(tier="auto", memory_budget=budget, directory=directory, min_bytes=4096, **settings)
 
 
+def planned(name, share, directory, steps=4, forwards=lambda step: 1, recomputable=False, **settings):
+    """What :func:`train` says of a run whose budget has room for this share of the activations, and that budget. A run of
+    more than four steps has the bits of the one in memory.
+    """
+    fixed, activations = live_bytes_of_steps(model_of(name, recomputable), batch())
+    budget = int(fixed + share * activations)
+    model = model_of(name, recomputable)
+    bits, found = train(model, auto(budget, directory, **settings), steps, forwards)
+    assert not any("forward" in vars(module) for module in model.modules())
+    if steps > 4:
+        assert_same(bits, train(model_of(name, recomputable), OffloadConfig(tier="none"), steps, forwards)[0])
+    return *found, budget
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_the_plan_chooses_it_and_no_bit_changes(name, tmp_path):
-    fixed, activations = live_bytes_of_steps(model_of(name), batch())
-    budget = int(fixed + 0.85 * activations)
-    expected = train(model_of(name), OffloadConfig(tier="none"), 9)
-    model = model_of(name)
-    losses, gradients, weights, (plan, forecast, reduced, names) = train(model, auto(budget, tmp_path), 9)
-    assert losses == expected[0]
-    assert same(gradients, expected[1])
-    assert same(weights, expected[2])
-    chosen = [unit for unit, one in plan.placements.items() if one.elementwise]
-    assert chosen
+    plan, forecast, reduced, names, budget = planned(name, 0.85, tmp_path, steps=9)
+    assert any(one.elementwise for one in plan.placements.values())
     assert reduced
     assert names
     assert forecast.peak_bytes <= budget
     assert forecast.measured_peak_bytes == pytest.approx(forecast.peak_bytes, rel=0.02)
-    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_no_step_is_measured_for_it_that_could_break_the_budget(tmp_path):
@@ -88,9 +90,7 @@ def test_no_step_is_measured_for_it_that_could_break_the_budget(tmp_path):
         with offload_activations(model, auto(budget, tmp_path)) as session:
             for _ in range(4):  # in the last, blocks would recompute more than there is room for
                 model(**batch()).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                session.end_step()
+                end_step(optimizer, session)
             return session.most_measured_bytes
 
     with pytest.raises(OffloadPlanError) as refused:
@@ -103,9 +103,8 @@ def test_no_step_is_measured_for_it_that_could_break_the_budget(tmp_path):
 def test_a_rule_says_on_which_machines_it_is_on(bytes_per_s, is_on, machine_with_drive, tmp_path, caplog):
     """Memory of 10 GB/s is four times as fast as a drive of 2 GB/s, and not as one of 3 GB/s."""
     machine_with_drive(bytes_per_s)
-    fixed, activations = live_bytes_of_steps(model_of("gpt2"), batch())
     with caplog.at_level(logging.INFO, "hf_offload"):
-        *_, (plan, _, _, names) = train(model_of("gpt2"), auto(int(fixed + 0.5 * activations), tmp_path), 4)
+        plan, _, _, names, _ = planned("gpt2", 0.5, tmp_path)
     measured = [one for one in caplog.messages if "in which elementwise operations are recomputed" in one]
     assert len(measured) == is_on
     assert any(one.tier for one in plan.placements.values())
@@ -113,9 +112,8 @@ def test_a_rule_says_on_which_machines_it_is_on(bytes_per_s, is_on, machine_with
 
 
 def test_a_run_that_fits_computes_nothing_twice(tmp_path, caplog):
-    fixed, activations = live_bytes_of_steps(model_of("gpt2"), batch())
     with caplog.at_level(logging.INFO, "hf_offload"):
-        *_, (plan, _, _, names) = train(model_of("gpt2"), auto(int(1.2 * (fixed + activations)), tmp_path), 4)
+        plan, _, _, names, _ = planned("gpt2", 1.5, tmp_path)
     assert not plan.elementwise
     assert not names
     assert "elementwise" not in caplog.text
@@ -124,17 +122,11 @@ def test_a_run_that_fits_computes_nothing_twice(tmp_path, caplog):
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_blocks_that_are_recomputed_as_a_whole_do_it_within_that(name, tmp_path):
     """What a block's recompute saves is what its forward would have saved otherwise."""
-    fixed, activations = live_bytes_of_steps(model_of(name, recomputable=True), batch())
-    expected = train(model_of(name, recomputable=True), OffloadConfig(tier="none"), 7)
-    config = auto(int(fixed + 0.45 * activations), tmp_path)
-    losses, gradients, weights, (plan, forecast, _, _) = train(model_of(name, recomputable=True), config, 7)
+    plan, forecast, _, _, budget = planned(name, 0.45, tmp_path, steps=7, recomputable=True)
     assert plan.elementwise
     assert any(one.recomputes for one in plan.placements.values())
-    assert losses == expected[0]
-    assert same(gradients, expected[1])
-    assert same(weights, expected[2])
     # Plans expect more of blocks that are recomputed.
-    assert forecast.measured_peak_bytes <= min(1.03 * forecast.peak_bytes, config.memory_budget)
+    assert forecast.measured_peak_bytes <= min(1.03 * forecast.peak_bytes, budget)
     assert forecast.measured_peak_bytes >= 0.8 * forecast.peak_bytes  # T5's is 0.83
 
 
@@ -144,23 +136,15 @@ def test_a_step_that_goes_on_as_another_one_is_planned_as_it_was_measured(tmp_pa
     def forwards(step):
         return 1 if step == 0 else 2
 
-    fixed, activations = live_bytes_of_steps(model_of("gpt2"), batch())
-    expected = train(model_of("gpt2"), OffloadConfig(tier="none"), 7, forwards)
-    config = auto(int(fixed + 0.9 * activations), tmp_path)
-    losses, gradients, weights, (plan, forecast, _, _) = train(model_of("gpt2"), config, 7, forwards)
-    assert losses == expected[0]
-    assert same(gradients, expected[1])
-    assert same(weights, expected[2])
+    plan, forecast, *_ = planned("gpt2", 0.9, tmp_path, 7, forwards)
     assert plan.elementwise
     assert forecast.measured_peak_bytes == pytest.approx(forecast.peak_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize("setting", ["norms", "off"])
 def test_what_the_user_has_set_is_kept(setting, tmp_path, caplog):
-    fixed, activations = live_bytes_of_steps(model_of("gpt2"), batch())
-    config = auto(int(fixed + 0.85 * activations), tmp_path, recompute_elementwise=setting)
     with caplog.at_level(logging.INFO):
-        *_, (plan, _, _, names) = train(model_of("gpt2"), config, 4)
+        plan, _, _, names, _ = planned("gpt2", 0.85, tmp_path, recompute_elementwise=setting)
     assert not any(one.elementwise for one in plan.placements.values())
     assert ("transformer.h.0.ln_1" in names) == (setting == "norms")
     assert "elementwise operations are recomputed" not in caplog.text

@@ -53,35 +53,23 @@ def test_the_table_says_why():
 
 
 def test_a_budget_decides():
-    roomy, _ = run_json("gpt2-small", *SMALL, *CARD, "--batch", "8", "--sequence", "512")
+    shape = ["gpt2-small", *SMALL, *CARD, "--batch", "8", "--sequence", "512"]
+    roomy, _ = run_json(*shape)
     peaks = {row["name"]: row["peak_bytes"] for row in roomy["predicted"]}
     budget = (peaks["baseline"] + peaks["recompute"]) // 2
-    tight, result = run_json(
-        "gpt2-small", *SMALL, *CARD, "--batch", "8", "--sequence", "512", "--memory-budget", str(budget)
-    )
+    tight, result = run_json(*shape, "--memory-budget", str(budget))
     assert result.exit_code == 0
     assert set(tight["placements"].values()) != {"keep"}
     assert tight["predicted"][-1]["peak_bytes"] <= budget
     over = {row["name"]: row["over_bytes"] for row in tight["predicted"]}
     assert [row["name"] for row in tight["predicted"] if not row["fits"]] == [name for name in over if over[name]]
     more = budget + over["baseline"]["memory"]
-    found, _ = run_json("gpt2-small", *SMALL, *CARD, "--batch", "8", "--sequence", "512", "--memory-budget", str(more))
+    found, _ = run_json(*shape, "--memory-budget", str(more))
     assert found["predicted"][0]["fits"]
 
     # Without recompute of whole blocks, that of elementwise operations is the fastest that fits.
     budget = (peaks["baseline"] + peaks["elementwise"]) // 2
-    reduced, result = run_json(
-        "gpt2-small",
-        *SMALL,
-        *CARD,
-        "--batch",
-        "8",
-        "--sequence",
-        "512",
-        "--memory-budget",
-        str(budget),
-        "--no-recompute",
-    )
+    reduced, result = run_json(*shape, "--memory-budget", str(budget), "--no-recompute")
     assert result.exit_code == 0
     assert "elementwise" in reduced["placements"].values()
     assert reduced["predicted"][-1]["peak_bytes"] <= budget
@@ -165,11 +153,8 @@ def test_the_picture_of_a_plan_shows_the_peak_that_it_names(tmp_path, monkeypatc
     named = float(re.search(r"peak ([\d.]+) GiB", memory.get_title(loc="left"))[1])
     top = max(area.get_datalim(memory.transData).y1 for area in memory.collections)
     assert top == pytest.approx(named, abs=0.005)
-    assert [text.get_text() for text in memory.get_legend().get_texts()][:3] == [
-        "weights",
-        "optimizer state",
-        "gradients",
-    ]
+    named = [text.get_text() for text in memory.get_legend().get_texts()]
+    assert named[:3] == ["weights", "optimizer state", "gradients"]
     assert len(channels.collections) == 5
 
 

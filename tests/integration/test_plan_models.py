@@ -50,8 +50,9 @@ def _clip():
     return transformers.CLIPConfig(text_config=text, vision_config={**IMAGE, **SIZE})
 
 
+VIT = "ViTForImageClassification"
 MODELS = {
-    "ViTForImageClassification": lambda: transformers.ViTConfig(**IMAGE, **SIZE),
+    VIT: lambda: transformers.ViTConfig(**IMAGE, **SIZE),
     "SegformerForSemanticSegmentation": _segformer,
     "CLIPModel": _clip,
     "ViTMAEForPreTraining": lambda: transformers.ViTMAEConfig(
@@ -64,7 +65,7 @@ MODELS = {
     "BertForQuestionAnswering": lambda: transformers.BertConfig(vocab_size=64, max_position_embeddings=64, **SIZE),
     "MixtralForCausalLM": lambda: transformers.MixtralConfig(num_local_experts=4, **EXPERTS),
 }  # fmt: skip
-QUICK = ("ViTForImageClassification", "WhisperForConditionalGeneration", "MixtralForCausalLM")
+QUICK = (VIT, "WhisperForConditionalGeneration", "MixtralForCausalLM")
 # Where the CPU's library of convolutions makes copies that are counted, or the other way round, and the model is small.
 COPIES = ("ViTMAEForPreTraining",)
 names = pytest.mark.parametrize(
@@ -120,6 +121,14 @@ def real_step(workload, batch):
     return model, step
 
 
+def assert_saved(footprint, model, step, directory, tolerance):
+    """What is counted as saved is what a real step moves."""
+    with offload_activations(model, OffloadConfig(tier="ssd", directory=directory, min_bytes=1024)) as session:
+        step()
+        moved = session.stats.total.offloaded_bytes
+    assert sum(one.nbytes for one in footprint.saved) == pytest.approx(moved, rel=tolerance)
+
+
 @names
 def test_what_is_counted_is_what_a_real_step_saves_and_needs(name, folder, tmp_path):
     workload = find_workload(folder(name), batch=8, sequence=length(name), dtype="float32")
@@ -130,10 +139,7 @@ def test_what_is_counted_is_what_a_real_step_saves_and_needs(name, folder, tmp_p
     weights = sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
     tolerance = 0.1 if name in COPIES else 0.05
     assert kept.timeline.peak_bytes - weights == pytest.approx(peak_live_bytes(step), rel=tolerance)
-    with offload_activations(model, OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=1024)) as session:
-        step()
-        moved = session.stats.total.offloaded_bytes
-    assert sum(one.nbytes for one in footprint.saved) == pytest.approx(moved, rel=0.03)
+    assert_saved(footprint, model, step, tmp_path, 0.03)
 
 
 @names
@@ -141,7 +147,7 @@ def test_any_model_is_planned_from_its_configuration(name, folder):
     found, result = plan(folder(name))
     assert result.exit_code == 0, result.stderr
     assert found["predicted"][0]["peak_bytes"] > found["weights_and_optimizer_bytes"]
-    images = {"ViTForImageClassification": "1 image of 64 x 64", "CLIPModel": "1 image of 64 x 64, 1 x 16 tokens"}
+    images = {VIT: "1 image of 64 x 64", "CLIPModel": "1 image of 64 x 64, 1 x 16 tokens"}
     assert found["shape"] == images.get(name, found["shape"])
 
 
@@ -170,13 +176,10 @@ def test_routing_does_not_change_what_experts_need(folder):
 
 
 def test_mixed_precision_is_counted_as_it_runs(folder, tmp_path):
-    workload = find_workload(folder("ViTForImageClassification"), batch=4, dtype="float32", autocast="bf16")
+    workload = find_workload(folder(VIT), batch=4, dtype="float32", autocast="bf16")
     footprint, batch = counted(workload)
     model, step = real_step(workload, batch)
-    with offload_activations(model, OffloadConfig(tier="ssd", directory=tmp_path, min_bytes=1024)) as session:
-        step()
-        moved = session.stats.total.offloaded_bytes
-    assert sum(one.nbytes for one in footprint.saved) == pytest.approx(moved, rel=0.01)
+    assert_saved(footprint, model, step, tmp_path, 0.01)
 
 
 def test_mixed_precision_changes_the_plan_of_a_folder_and_of_a_recipe(folder):
@@ -186,14 +189,8 @@ def test_mixed_precision_changes_the_plan_of_a_folder_and_of_a_recipe(folder):
         for options in ((), ("--autocast", "no"), ("--autocast", "bf16"))
     ]
     assert peaks[0] == peaks[1] > peaks[2]
-    recipe = [
-        "gpt2-small",
-        "model.config.n_layer=2",
-        "model.config.n_embd=64",
-        "model.config.n_head=2",
-        "--sequence",
-        "128",
-    ]
+    sizes = [f"model.config.{name}" for name in ("n_layer=2", "n_embd=64", "n_head=2")]
+    recipe = ["gpt2-small", *sizes, "--sequence", "128"]
     found = [
         plan(*recipe, *options)[0]["autocast"] for options in (("training.bf16=true",), ("--autocast", "bf16"), ())
     ]
@@ -211,25 +208,10 @@ def test_statistics_of_a_norm_keep_a_counted_block_from_being_recomputed(folder)
     ("name", "config", "options", "message"),
     [
         ("LlavaForConditionalGeneration", transformers.LlavaConfig, (), "mixes images and tokens"),
-        (
-            "ViTForImageClassification",
-            lambda: transformers.ViTConfig(**IMAGE, **SIZE),
-            ("--sequence", "8"),
-            "have no length",
-        ),
-        (
-            "ViTForImageClassification",
-            lambda: transformers.ViTConfig(**IMAGE, **SIZE),
-            ("--autocast", "int8"),
-            "autocast=",
-        ),
-        ("ViTForImageClassification", lambda: transformers.ViTConfig(**IMAGE, **SIZE), ("--task", "ViTFor"), "task="),
-        (
-            "ViTModel",
-            lambda: transformers.ViTConfig(**IMAGE, **SIZE),
-            (),
-            "The kind of labels of ViTModel is not known",
-        ),
+        (VIT, MODELS[VIT], ("--sequence", "8"), "have no length"),
+        (VIT, MODELS[VIT], ("--autocast", "int8"), "autocast="),
+        (VIT, MODELS[VIT], ("--task", "ViTFor"), "task="),
+        ("ViTModel", MODELS[VIT], (), "The kind of labels of ViTModel is not known"),
     ],
 )
 def test_what_cannot_be_counted_is_refused_by_name(name, config, options, message, tmp_path):

@@ -8,10 +8,8 @@ import pytest
 import torch
 import transformers
 from transformers import TrainingArguments
-from typer.testing import CliRunner
 
 from hf_offload import OffloadConfig, attach
-from hf_offload.cli.main import app
 from hf_offload.forecast.compare_modes import compare_modes
 from hf_offload.forecast.forecast import make_forecast
 from hf_offload.forecast.workload import Workload, count_workload
@@ -25,6 +23,7 @@ from hf_offload.settings.memory_modes import memory_mode, mode_names
 from hf_offload.storage.buffers import PAGE
 from hf_offload.tensors import parameter_count
 from tests.helpers.blockwise import badam, lisa
+from tests.helpers.command_line import command
 from tests.helpers.tables import rows
 from tests.helpers.tiny_models import _ARCHITECTURES, tiny_batch, tiny_model
 from tests.helpers.torchao_optimizers import optimizer_of
@@ -324,17 +323,12 @@ def test_weights_are_those_of_the_prepared_model(mode, dtype):
         assert counted.base_bytes - counted.state_bytes == pytest.approx(quantised_bytes(prepared), abs=64)
 
 
-def test_what_is_saved_with_weights_in_4_bits_is_what_lora_saves():
+def test_weights_in_4_bits_save_what_lora_saves_and_count_as_the_parameters_that_they_are():
     shape = workload_of("llama", torch.bfloat16)
-    lora, quantised = (count_workload(shape.in_mode(mode, RANK), CARD) for mode in ("lora", "qlora"))
-    assert sum(one.nbytes for one in quantised.saved) == sum(one.nbytes for one in lora.saved)
     plain = count_workload(shape, CARD)
-    assert sum(one.nbytes for one in quantised.saved) != sum(one.nbytes for one in plain.saved)
-
-
-def test_weights_in_4_bits_count_as_the_parameters_that_they_are():
-    shape = workload_of("llama", torch.bfloat16)
     lora, quantised = (count_workload(shape.in_mode(mode, RANK), CARD) for mode in ("lora", "qlora"))
+    saved = [sum(tensor.nbytes for tensor in one.saved) for one in (quantised, lora, plain)]
+    assert saved[0] == saved[1] != saved[2]
     prepared = memory_mode("qlora", RANK).prepare(tiny_model("llama", dropout=0.0).bfloat16())
     assert quantised.parameters == parameter_count(prepared) == lora.parameters
 
@@ -372,15 +366,11 @@ def test_waiting_blocks_save_no_inputs_of_their_weights():
 # -- the table ------------------------------------------------------------------------------------------------------------
 
 
-def run(*arguments):
-    return CliRunner(env={"COLUMNS": "160"}).invoke(app, ["plan", *arguments])
-
-
 @pytest.mark.parametrize(
     "modes", rows([["none", "badam"], ["none", "adamw_8bit", "galore", "badam", "lora_fa"]], quick=[["none", "badam"]])
 )
 def test_seven_billion_weights_on_24_gb(modes):
-    found = run("llama-7b", "--modes", "--memory-mode", ",".join(modes), "--gpu", "rtx4090", "--json")
+    found = command("plan", "llama-7b", "--modes", "--memory-mode", ",".join(modes), "--gpu", "rtx4090", "--json")
     assert found.exit_code == 0, found.stderr
     content = json.loads(found.stdout)
     rows = {row["mode"]: row for row in content["rows"]}
@@ -410,8 +400,8 @@ def test_seven_billion_weights_on_24_gb(modes):
 @pytest.mark.full
 def test_seven_billion_weights_fit_where_they_are_updated_in_backward():
     settings = '{"update_in_backward": true}'
-    found = run(
-        "llama-7b", "--modes", "--memory-mode", "galore,galore_8bit", "--memory-mode-kwargs", settings, "--gpu",
+    found = command(
+        "plan", "llama-7b", "--modes", "--memory-mode", "galore,galore_8bit", "--memory-mode-kwargs", settings, "--gpu",
         "rtx4090", "--json",
     )  # fmt: skip
     rows = {row["mode"]: row for row in json.loads(found.stdout)["rows"]}
@@ -428,21 +418,21 @@ GPT2 = [
 
 
 def test_a_mode_that_the_model_cannot_have_is_refused_beside_the_others():
-    found = run("--modes", *GPT2, "--json")
+    found = command("plan", "--modes", *GPT2, "--json")
     content = json.loads(found.stdout)
     assert [row["mode"] for row in content["rows"]] == [mode for mode in mode_names() if mode not in content["refused"]]
     assert list(content["refused"]) == ["qlora", "galore", "galore_8bit", "apollo"]  # their rank is above 64
     assert "cannot quantise" in content["refused"]["qlora"]
     assert all(row["fits"] and row["largest_batch"] > 1 for row in content["rows"])
-    shown = run("--modes", *GPT2, "--memory-mode", "none,qlora")
+    shown = command("plan", "--modes", *GPT2, "--memory-mode", "none,qlora")
     assert "recomputed" in shown.stdout
     assert "cannot quantise" in shown.stderr
 
 
 def test_a_row_is_what_the_mode_alone_is_planned_with():
-    table = json.loads(run("--modes", *GPT2, "--memory-mode", "frugal,lisa", "--json").stdout)
+    table = json.loads(command("plan", "--modes", *GPT2, "--memory-mode", "frugal,lisa", "--json").stdout)
     for row in table["rows"]:
-        alone = json.loads(run(*GPT2, "--memory-mode", row["mode"], "--json").stdout)
+        alone = json.loads(command("plan", *GPT2, "--memory-mode", row["mode"], "--json").stdout)
         baseline = {one["name"]: one for one in alone["predicted"]}["baseline"]
         assert (row["peak_bytes"], row["largest_batch"]) == (baseline["peak_bytes"], baseline["largest_batch"])
         assert row["state_bytes"] == alone["optimizer_state_bytes"]
@@ -451,5 +441,7 @@ def test_a_row_is_what_the_mode_alone_is_planned_with():
 
 def test_a_smaller_budget_leaves_less_room():
     shape = ["--modes", *GPT2, "--memory-mode", "none", "--json"]
-    roomy, tight = (json.loads(run(*shape, "--memory-budget", budget).stdout)["rows"][0] for budget in ("2GiB", "1GiB"))
+    roomy, tight = (
+        json.loads(command("plan", *shape, "--memory-budget", budget).stdout)["rows"][0] for budget in ("2GiB", "1GiB")
+    )
     assert roomy["largest_batch"] > 1.5 * tight["largest_batch"] > 0

@@ -13,9 +13,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     MixtralConfig,
-    Trainer,
     TrainerCallback,
     Wav2Vec2Config,
     Wav2Vec2Model,
@@ -26,7 +24,6 @@ from transformers import (
 from hf_offload import (
     OffloadConfig,
     OffloadConfigError,
-    OffloadTrainingArguments,
     StorageError,
     attach,
     create_from_config,
@@ -38,6 +35,8 @@ from hf_offload.state.weights import weights_of
 from hf_offload.storage.store import whole_pages
 from hf_offload.training.run import run_recipe
 from tests.helpers import tiny_models
+from tests.helpers.train import take_steps
+from tests.helpers.trainers import make_trainer
 
 _OTHERS = {
     # Experts are merged, weights are tied between encoder and decoder, a weight is computed from two parameters.
@@ -235,12 +234,6 @@ def test_modules_of_other_threads_are_left_alone(checkpoint, tmp_path, monkeypat
 # -- what goes wrong ------------------------------------------------------------------------------------------------------
 
 
-def test_other_shapes(checkpoint, tmp_path):
-    with pytest.raises(OffloadConfigError, match="other shapes"):
-        load_pretrained(GPT2LMHeadModel, checkpoint, config=on_tier(tmp_path), model_config=gpt2(n_embd=32))
-    assert type(nn.Linear(64, 64).weight) is nn.Parameter
-
-
 def remove(path):
     path.unlink()
 
@@ -263,11 +256,6 @@ def test_a_checkpoint_that_is_not_whole(damage, said, checkpoint, tmp_path):
         load_pretrained(GPT2LMHeadModel, checkpoint, config=on_tier(tmp_path))
 
 
-def test_a_device_map(checkpoint, tmp_path):
-    with pytest.raises(OffloadConfigError, match="device_map"):
-        load_pretrained(GPT2LMHeadModel, checkpoint, config=on_tier(tmp_path), device_map="auto")
-
-
 @pytest.mark.parametrize("config", [None, OffloadConfig(tier="auto", memory_budget="1KiB")])
 def test_of_several_processes_each_has_its_weights(config, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")  # as launchers do
@@ -277,9 +265,18 @@ def test_of_several_processes_each_has_its_weights(config, checkpoint, tmp_path,
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
-def test_no_room_is_seen_before_anything_is_written(checkpoint, tmp_path):
-    with pytest.raises(OffloadConfigError, match="free some space there"):
-        load_pretrained(GPT2LMHeadModel, checkpoint, config=on_tier(tmp_path, disk_budget="100KiB"))
+@pytest.mark.parametrize(
+    ("options", "settings", "said"),
+    [
+        ({"model_config": gpt2(n_embd=32)}, {}, "other shapes"),
+        ({"device_map": "auto"}, {}, "device_map"),
+        ({}, {"disk_budget": "100KiB"}, "free some space there"),  # before anything is written
+    ],
+)
+def test_what_cannot_be_loaded_is_refused(options, settings, said, checkpoint, tmp_path):
+    with pytest.raises(OffloadConfigError, match=said):
+        load_pretrained(GPT2LMHeadModel, checkpoint, config=on_tier(tmp_path, **settings), **options)
+    assert type(nn.Linear(64, 64).weight) is nn.Parameter
 
 
 def test_a_limit_that_is_met_on_the_way_ends_the_loading_and_loses_nothing(checkpoint, tmp_path):
@@ -299,12 +296,9 @@ def rows():
 
 
 def trained(model, folder, resume=None, **arguments):
-    args = OffloadTrainingArguments(
-        output_dir=folder, max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2, save_steps=2,
-        eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, report_to=[], use_cpu=True, disable_tqdm=True,
-        **arguments,
-    )  # fmt: skip
-    trainer = Trainer(model=model, args=args, train_dataset=rows(), eval_dataset=rows()[:4])
+    often = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    often |= {"max_steps": 4, "learning_rate": 1e-2, "load_best_model_at_end": True}
+    trainer = make_trainer(folder, model, data=rows(), **often, **arguments)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(folder / "end")
     losses = [(entry.get("loss"), entry.get("eval_loss")) for entry in trainer.state.log_history]
@@ -340,14 +334,8 @@ def test_adapters_around_it_are_trained_and_merged(checkpoint, tmp_path):
         session = attach(model, OffloadConfig(tier="none", min_bytes=1))
         assert weights_of(model) is weights_of(model.base_model.model)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        losses = []
-        for _ in range(3):
-            ids = torch.arange(32).reshape(2, 16)
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+        ids = torch.arange(32).reshape(2, 16)
+        losses = take_steps(model, optimizer, 3 * [{"input_ids": ids, "labels": ids}])
         session.detach()
         model.save_pretrained(tmp_path / "adapter")
         merged = model.merge_and_unload()
@@ -372,16 +360,6 @@ def test_what_fits_stays_in_memory_while_tokens_are_generated(checkpoint, tmp_pa
     block = sum(weight.nbytes for weight in model.transformer.h[0].parameters())
     assert read < in_pages - residency.limit_bytes + block  # where those that come next leave, it is nearly all of them
     assert 0 < read < 0.6 * in_pages
-
-
-def test_other_models_are_the_same(tmp_path):
-    """Nothing of the process is changed: what is made afterwards is as ever."""
-    create_from_config(AutoModelForCausalLM, LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2,
-    ), config=on_tier(tmp_path))  # fmt: skip
-    assert not torch.nn.modules.module._global_parameter_registration_hooks
-    assert all(type(p) is nn.Parameter for p in GPT2LMHeadModel(gpt2()).parameters())
 
 
 class _Model(TrainerCallback):

@@ -65,7 +65,8 @@ def test_a_recipe_begins_with_the_command_lines_of_its_meta(name):
         "a command line that meta does not have"
     )
     assert meta.summary
-    assert load_recipe(name).meta == meta
+    recipe = load_recipe(name)
+    assert (recipe.name, recipe.meta) == (name, meta)
 
 
 @pytest.mark.parametrize("name", CARDED)

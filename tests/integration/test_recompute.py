@@ -18,7 +18,7 @@ from hf_offload.structure.units import find_blocks
 from tests.helpers.activation_heavy_models import batch, build
 from tests.helpers.live_bytes import live_bytes_of_steps, peak_live_bytes
 from tests.helpers.train import same
-from tests.helpers.training_steps import training_steps
+from tests.helpers.training_steps import end_step, training_steps
 
 WIDTH, ROWS = 32, 256
 STEPS = 4
@@ -348,9 +348,7 @@ def train_llama(model, config, caches=lambda step: None, steps=5):
             if cache is not None:
                 losses.append(cache.get_seq_length())
             del loss, cache, options
-            optimizer.step()
-            optimizer.zero_grad()
-            session.end_step()
+            end_step(optimizer, session)
             recomputed |= any(one.recomputes for one in session.plan.placements.values())
     return losses, [parameter.detach().clone() for parameter in model.parameters()], recomputed
 

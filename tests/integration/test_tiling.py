@@ -59,6 +59,12 @@ def step(model, batch, config=None, **extra):
     return outputs.loss.detach(), gradients(model), outputs
 
 
+def assert_close(found, expected):
+    """Of losses and gradients."""
+    torch.testing.assert_close(found[0], expected[0], **CLOSE)
+    torch.testing.assert_close(found[1], expected[1], **CLOSE)
+
+
 @pytest.fixture
 def no_logits(monkeypatch):
     """Nobody computes logits of all tokens."""
@@ -73,13 +79,9 @@ def no_logits(monkeypatch):
 def test_models_give_what_they_gave(name, no_logits):
     model = model_of(name)
     plain, tiled = copy.deepcopy(model), copy.deepcopy(model)
-    expected_loss, expected, _ = step(plain, batch_of(name))
-    loss, found, outputs = step(tiled, batch_of(name), tiles())
-    assert isinstance(outputs.logits, TiledLogits)
-    torch.testing.assert_close(loss, expected_loss, **CLOSE)
-    assert found.keys() == expected.keys()
-    for key, gradient in expected.items():
-        torch.testing.assert_close(found[key], gradient, **CLOSE, msg=key)
+    found = step(tiled, batch_of(name), tiles())
+    assert isinstance(found[2].logits, TiledLogits)
+    assert_close(found, step(plain, batch_of(name)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -154,14 +156,12 @@ def test_nothing_is_left_behind(fails):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")
 def test_compiled_models_give_the_same(no_logits):
     model = model_of("llama")
-    expected_loss, expected, _ = step(copy.deepcopy(model), batch_of("llama"))
+    expected = step(copy.deepcopy(model), batch_of("llama"))
     with offload_activations(model, tiles()):
         compiled = torch.compile(model, backend="aot_eager")
         loss = compiled(**batch_of("llama")).loss
         loss.backward()
-    torch.testing.assert_close(loss.detach(), expected_loss, **CLOSE)
-    for key, gradient in expected.items():
-        torch.testing.assert_close(gradients(model)[key], gradient, **CLOSE, msg=key)
+    assert_close((loss.detach(), gradients(model)), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -171,12 +171,8 @@ def test_adapters(targets, no_logits):
     settings = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
     torch.manual_seed(0)
     model = peft.get_peft_model(model_of("llama"), settings).train()
-    expected_loss, expected, _ = step(copy.deepcopy(model), batch_of("llama"))
-    loss, found, _ = step(model, batch_of("llama"), tiles())
-    torch.testing.assert_close(loss, expected_loss, **CLOSE)
-    assert found.keys() == expected.keys()
-    for key, gradient in expected.items():
-        torch.testing.assert_close(found[key], gradient, **CLOSE, msg=key)
+    expected = step(copy.deepcopy(model), batch_of("llama"))
+    assert_close(step(model, batch_of("llama"), tiles()), expected)
 
 
 # -- the Trainer -------------------------------------------------------------------------------------------------------
@@ -273,18 +269,16 @@ def test_wrong_settings(options, part):
 def test_tiled_mlps_give_what_they_gave(name, monkeypatch):
     monkeypatch.setattr("hf_offload.transforms.tiling.cut._LEAST_MODULE_ROWS", 4)
     model = model_of(name)
-    expected_loss, expected, _ = step(copy.deepcopy(model), batch_of(name))
+    expected = step(copy.deepcopy(model), batch_of(name))
     most = []
     for module in position_wise(model).values():
         module.register_forward_hook(lambda *_: None)
         for child in module.modules():
             if isinstance(child, nn.Linear):
                 child.register_forward_pre_hook(lambda _, args: most.append(args[0].numel() // args[0].shape[-1]))
-    loss, found, _ = step(model, batch_of(name), tiles(tiled_loss="off", tile_bytes=None, tiled_mlp="on"))
+    found = step(model, batch_of(name), tiles(tiled_loss="off", tile_bytes=None, tiled_mlp="on"))
     assert all(rows <= 8 for rows in most)
-    torch.testing.assert_close(loss, expected_loss, **CLOSE)
-    for key, gradient in expected.items():
-        torch.testing.assert_close(found[key], gradient, **CLOSE, msg=key)
+    assert_close(found, expected)
 
 
 def test_which_modules_are_cut_is_found_by_trying():

@@ -1,8 +1,6 @@
 """The real Trainer on tiny models: offloading changes nothing but where activations are."""
 
-import contextlib
 import copy
-import dataclasses
 import json
 import logging
 
@@ -25,23 +23,12 @@ from hf_offload import (
 )
 from hf_offload.engine.transfer import Transfer
 from hf_offload.integrations.summary import show_summary
-from tests.helpers.tiny_models import ExampleDataset, tiny_batch, tiny_model, weights
+from tests.helpers.tiny_models import ExampleDataset, hooks_on, tiny_batch, tiny_model, weights
+from tests.helpers.train import assert_same
+from tests.helpers.trainers import ALIASES, CHECKPOINTING, QUIET
 
-FIELDS = {field.name for field in dataclasses.fields(TrainingArguments)}
-# Up to transformers 5.x the older name; where both exist the older one is deprecated.
-CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"
-# trl and peft still use the older one.
-ALIASES = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 TIMINGS = ("runtime", "_per_second")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors this small only get slower when several threads share them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
@@ -55,31 +42,11 @@ def no_hooks_on_this_thread():
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-def hooks_on(model):
-    """The module hooks on the model. Activation checkpointing leaves one of its own, with or without offloading."""
-    return [
-        type(hook)
-        for module in model.modules()
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    ]
-
-
 @pytest.fixture
 def plain(tmp_path):
     """Settings of a short training without anything of offloading."""
-    return {
-        "output_dir": str(tmp_path / "out"),
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "disable_tqdm": True,
-        "seed": 3,
-    }
+    own = {"max_steps": 4, "learning_rate": 1e-2, "logging_steps": 1, "dataloader_pin_memory": False, "seed": 3}
+    return {"output_dir": str(tmp_path / "out"), **QUIET, **own}
 
 
 @pytest.fixture
@@ -126,15 +93,9 @@ def history(trainer):
 def assert_same_training(expected, found):
     assert any("loss" in entry for entry in history(expected))
     assert history(found) == history(expected)
-    assert_same_model(expected, found)
-
-
-def assert_same_model(expected, found):
-    assert hooks_on(found.model) == hooks_on(expected.model)
-    before = expected.model.state_dict()
-    after = found.model.state_dict()
-    assert before.keys() == after.keys()
-    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    # Activation checkpointing leaves a hook of its own, with or without offloading.
+    assert list(map(type, hooks_on(found.model))) == list(map(type, hooks_on(expected.model)))
+    assert_same(found.model.state_dict(), expected.model.state_dict())
 
 
 def assert_offloaded(trainer):
@@ -144,7 +105,7 @@ def assert_offloaded(trainer):
     assert len(callback.stats.steps) == trainer.state.global_step
     assert all(step.offloaded_bytes > 0 for step in callback.stats.steps)
     assert callback.session is None
-    assert not any(hook.__module__.startswith("hf_offload") for hook in hooks_on(trainer.model))
+    assert not any(type(hook).__module__.startswith("hf_offload") for hook in hooks_on(trainer.model))
     assert no_hooks_on_this_thread()
 
 
@@ -238,29 +199,28 @@ def test_auto_find_batch_size(plain, flags):
     assert_offloaded(found)
 
 
+def stumbling(error):
+    """A hook that raises when it is called the second time."""
+    calls = []
+
+    def stumble(*_):
+        calls.append(1)
+        if len(calls) == 2:
+            raise error("stumbled")
+
+    return stumble
+
+
 @pytest.mark.parametrize(("error", "where"), [(RuntimeError, "forward"), (KeyboardInterrupt, "between")])
 def test_training_again_after_an_exception(error, where, plain, flags):
     def trained(args):
         trainer = make_trainer(args)
-        block = trainer.model.transformer.h[1]
-        forward, calls = block.forward, []
-
-        def stumble(*inputs, **keywords):
-            calls.append(1)
-            if len(calls) == 2:
-                raise error("stumbled")
-            return forward(*inputs, **keywords)
-
-        def stumble_between(optimizer, inputs, keywords):
-            calls.append(1)
-            if len(calls) == 2:
-                raise error("stumbled")
-
+        stumble = stumbling(error)
         if where == "forward":
-            block.forward = stumble
+            trainer.model.transformer.h[1].register_forward_pre_hook(stumble)
         else:
             trainer.create_optimizer()
-            trainer.optimizer.register_step_pre_hook(stumble_between)
+            trainer.optimizer.register_step_pre_hook(stumble)
         with pytest.raises(error, match="stumbled"):
             trainer.train()
         trainer.train()
@@ -275,20 +235,11 @@ def test_training_again_after_an_exception(error, where, plain, flags):
 def test_another_trainer_after_an_interrupted_one(plain, flags):
     """What running a notebook's cell again does."""
     model = tiny_model("gpt2")
-    block = model.transformer.h[1]
-    forward, calls = block.forward, []
-
-    def stumble(*inputs, **keywords):
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return forward(*inputs, **keywords)
-
-    block.forward = stumble
+    handle = model.transformer.h[1].register_forward_pre_hook(stumbling(KeyboardInterrupt))
     first = make_trainer(OffloadTrainingArguments(**plain, **flags), model=model)
-    with contextlib.suppress(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):
         first.train()
-    assert len(calls) == 2
+    handle.remove()
     try:
         second = make_trainer(OffloadTrainingArguments(**plain, **flags), model=model)
         second.train()
@@ -370,10 +321,7 @@ def test_a_saved_model_needs_none_of_this_package(plain, flags, tmp_path):
     for path in checkpoint.iterdir():
         if path.name not in ("training_args.bin", "trainer_state.json"):  # the latter has the counters
             assert b"offload" not in path.read_bytes(), path.name
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
-    expected = trainer.model.state_dict()
-    assert loaded.keys() == expected.keys()
-    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    assert_same(transformers.AutoModelForCausalLM.from_pretrained(checkpoint).state_dict(), trainer.model.state_dict())
 
 
 # -- the model while offloading is attached --------------------------------------------------------------------------------

@@ -21,13 +21,7 @@ from hf_offload import (
     offload_activations,
 )
 from tests.helpers.tiny_models import tiny_model
-from tests.helpers.trainers import QUIET, make_trainer
-
-FIELDS = {field.name for field in dataclasses.fields(TrainingArguments)}
-# Up to transformers 5.x the older name; where both exist the older one is deprecated.
-CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"
-# trl and peft still use the older one.
-ALIASES = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+from tests.helpers.trainers import ALIASES, CHECKPOINTING, QUIET, make_trainer
 
 
 @pytest.fixture
@@ -152,19 +146,13 @@ def test_trl_offloading_is_refused_by_the_callback(config, tmp_path):
         trainer.train()
 
 
-def test_offloading_of_checkpoints_by_transformers_is_refused(plain, flags):
-    kwargs = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"offload": True}}
-    OffloadTrainingArguments(**plain, **kwargs)
-    with pytest.raises(OffloadConfigError, match=f"{CHECKPOINTING}_kwargs"):
-        OffloadTrainingArguments(**plain, **flags, **kwargs)
-
-
 @ALIASES
-def test_offloading_of_checkpoints_is_refused_under_its_older_name(plain, flags):
+@pytest.mark.parametrize("name", sorted({CHECKPOINTING, "gradient_checkpointing"}))
+def test_offloading_of_checkpoints_by_transformers_is_refused(name, plain, flags):
+    kwargs = {name: True, f"{name}_kwargs": {"offload": True}}
+    OffloadTrainingArguments(**plain, **kwargs)
     with pytest.raises(OffloadConfigError, match="checkpointing_kwargs"):
-        OffloadTrainingArguments(
-            **plain, **flags, gradient_checkpointing=True, gradient_checkpointing_kwargs={"offload": True}
-        )
+        OffloadTrainingArguments(**plain, **flags, **kwargs)
 
 
 def test_data_parallel_is_refused(config):

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
-from typer.testing import CliRunner
 
 from hf_offload import OffloadConfig, OffloadConfigError
-from hf_offload.cli.main import app
 from hf_offload.integrations import launch as launching
 from hf_offload.integrations.launch import (
     SECTION,
@@ -22,6 +20,7 @@ from hf_offload.integrations.launch import (
     shipped_configs,
     take_section,
 )
+from tests.helpers.command_line import command, said
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +52,12 @@ def test_shipped_files_are_accelerates_own_and_ours(name, tmp_path):
 
 def test_a_script_that_is_not_there_is_one_line():
     for arguments in (["nope.py", "--x"], ["--num_processes", "1", "nope.py"]):
-        refused = CliRunner().invoke(app, ["launch", *arguments])
+        refused = command("launch", *arguments)
         assert (refused.exit_code, refused.stderr) == (2, "hf-offload launch: no such file: nope.py\n")
 
 
 def test_a_wrong_option_of_accelerate_is_one_line():
-    refused = CliRunner().invoke(app, ["launch", "--num_processes", "x", "train.py"])
+    refused = command("launch", "--num_processes", "x", "train.py")
     assert refused.exit_code == 2
     assert refused.stderr.startswith("hf-offload launch: argument --num_processes/--num-processes: invalid int value")
     assert refused.stderr.count("\n") == 1
@@ -131,11 +130,11 @@ def launched(monkeypatch, tmp_path, clean):
     """What accelerate is asked to launch: its arguments, and the config file as it was at that moment."""
     calls = []
 
-    def command(arguments):
+    def note(arguments):
         config = None if arguments.config_file is None else yaml.safe_load(Path(arguments.config_file).read_text())
         calls.append((arguments, config, dict(os.environ)))
 
-    monkeypatch.setattr("accelerate.commands.launch.launch_command", command)
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", note)
     monkeypatch.setattr(launching, "default_config", lambda: tmp_path / "default.yaml")
     return calls
 
@@ -186,9 +185,9 @@ def test_without_either_accelerates_own_file_is_used_as_accelerate_uses_it(launc
 def test_nothing_is_started_with_wrong_settings(arguments, environ, part, launched, monkeypatch):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["launch", *arguments])
+    result = command("launch", *arguments)
     assert result.exit_code == 2
-    assert part in " ".join(result.stderr.split())
+    assert part in said(result)
     assert launched == []
 
 
@@ -197,8 +196,8 @@ def started(monkeypatch, clean):
     """The commands and environments that accelerate would start processes with."""
     calls = []
 
-    def process(command, env):
-        calls.append((command, env))
+    def process(words, env):
+        calls.append((words, env))
         return types.SimpleNamespace(wait=lambda: None, returncode=0)
 
     fake = types.SimpleNamespace(Popen=process, CalledProcessError=subprocess.CalledProcessError)
@@ -239,7 +238,7 @@ def test_what_is_false_in_accelerates_yaml_is_false_here(text, number, launched,
 
 def written(tmp_path, *words):
     target = tmp_path / "made" / "c.yaml"
-    return CliRunner().invoke(app, ["config", *words, "--config_file", str(target)]), target
+    return command("config", *words, "--config_file", target), target
 
 
 def test_a_file_with_changes_can_be_launched(tmp_path, launched):
@@ -286,10 +285,10 @@ def test_without_changes_it_is_the_file_of_the_package(tmp_path):
 def test_wrong_changes_are_refused(tmp_path, words, part):
     result, target = written(tmp_path, *words)
     assert result.exit_code == 2
-    assert part in " ".join(result.stderr.split())
+    assert part in said(result)
     assert not target.exists()
 
 
 def test_the_path_of_a_shipped_file():
-    result = CliRunner().invoke(app, ["config", "--where", "zero3"])
+    result = command("config", "--where", "zero3")
     assert result.stdout.strip() == str(find_config("zero3"))

@@ -5,65 +5,37 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import TrainerCallback, TrainingArguments
 
 from hf_offload.training import gauges, memory
 from hf_offload.training.gauges import choose_gauge
 from hf_offload.training.memory import MemoryMeter
 from hf_offload.training.report import WARMUP_STEPS, TrainingReport, median_after_warmup, parameter_digest
+from tests.helpers.bench_recipes import fake_report
 from tests.helpers.tables import rows
+from tests.helpers.tiny_models import tiny_model
+from tests.helpers.trainers import make_trainer
 
 MB = 1 << 20
 
 
-class Tokens(Dataset):
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        ids = torch.randint(0, 97, (24,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": ids}
-
-
-class Losses(TrainerCallback):
-    def __init__(self):
-        self.exact = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" in logs:
-            self.exact.append(float(logs["loss"]).hex())
-
-
-def tiny_model():
-    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=32, vocab_size=97, loss_type="ForCausalLM")
-    return GPT2LMHeadModel(config)
-
-
 def train(tmp_path, meter=None, callbacks=(), **arguments):
-    set_seed(3)
-    losses = Losses()
-    options = {"max_steps": 5, "learning_rate": 1e-2, "weight_decay": 0.1} | arguments
-    trainer = Trainer(
-        model=tiny_model(),
-        args=TrainingArguments(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=2,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-            use_cpu=True,
-            **options,
-        ),
-        train_dataset=Tokens(),
-        callbacks=[losses, *callbacks],
+    options = {"max_steps": 5, "learning_rate": 1e-2, "weight_decay": 0.1, "logging_steps": 1} | arguments
+    model = tiny_model("gpt2")
+    trainer = make_trainer(
+        tmp_path,
+        model,
+        name="gpt2",
+        arguments=TrainingArguments,
+        callbacks=callbacks,
+        dataloader_pin_memory=False,
+        **options,
     )
     if meter is not None:
         meter.install(trainer)
     trainer.train()
-    return losses.exact, parameter_digest(trainer.model), trainer
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, parameter_digest(trainer.model), trainer
 
 
 @pytest.mark.parametrize(
@@ -266,22 +238,7 @@ def test_the_median_leaves_out_the_first_steps():
 
 
 def test_a_report_survives_its_file(tmp_path):
-    report = TrainingReport(
-        recipe="r",
-        settings={},
-        completed=True,
-        steps=1,
-        losses=[0.1],
-        losses_hex=[(0.1).hex()],
-        parameters_sha256="ab",
-        parameter_count=1,
-        step_times_s=[0.5],
-        memory={"peak_bytes": 30, "baseline_bytes": 10},
-        offload=None,
-        allocator="glibc",
-        machine={},
-        versions={},
-    )
+    report = fake_report(losses=[0.1], memory={"peak_bytes": 30, "baseline_bytes": 10})
     report.write(tmp_path / "deep" / "report.json")
     assert TrainingReport.read(tmp_path / "deep" / "report.json") == report
     assert report.peak_over_baseline_bytes == 20
