@@ -13,7 +13,7 @@ from hf_offload.forecast.workload_sources import find_workload
 from hf_offload.plan.choosing import choose
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.problem import make_problem
-from hf_offload.plan.state_choices import Allowed
+from hf_offload.plan.state_placement import Allowed
 from hf_offload.reports.formats import markdown_table
 
 MODELS = {

@@ -14,13 +14,13 @@ from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.forecast.scaling import Family
 from hf_offload.forecast.workload import Workload, count_workload
 from hf_offload.forecast.workload_sources import find_workload
+from hf_offload.plan.choosing import problem_of
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware, describe_hardware
 from hf_offload.plan.plan import Placement
 from hf_offload.plan.problem import Choices
 from hf_offload.plan.search import largest
-from hf_offload.plan.state_choices import Allowed, problem_of
-from hf_offload.plan.state_placement import IN_MEMORY, StatePlacement
+from hf_offload.plan.state_placement import IN_MEMORY, Allowed, StatePlacement
 from hf_offload.transforms.tiling.cut import Cut
 
 PIECES = (128, 16)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from hf_offload.errors import OffloadConfigError
 from hf_offload.forecast.workload import count_workload
 from hf_offload.forecast.workload_sources import find_workload
+from hf_offload.plan.choosing import Choice
 from hf_offload.plan.explain import categories_of
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware, describe_hardware
@@ -13,7 +14,6 @@ from hf_offload.plan.plan import Placement
 from hf_offload.plan.problem import Solution, make_problem
 from hf_offload.plan.refusal import find_choice
 from hf_offload.plan.search import solve, uniform
-from hf_offload.plan.state_choices import Choice
 from hf_offload.settings.recipe_meta import Predicted
 from hf_offload.settings.recipes import Recipe, load_recipe
 from hf_offload.settings.sizes import format_seconds

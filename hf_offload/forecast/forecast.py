@@ -9,7 +9,7 @@ from typing import Any
 from hf_offload.errors import OffloadConfigError
 from hf_offload.forecast.scaling import Family
 from hf_offload.forecast.workload import Workload, count_choices
-from hf_offload.plan.choosing import can_hold, choose, frontier
+from hf_offload.plan.choosing import Choice, can_hold, choose, frontier
 from hf_offload.plan.explain import Category, UnitLine, categories_of, unit_lines
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import BUDGET_SHARE, Hardware
@@ -17,7 +17,6 @@ from hf_offload.plan.plan import Placement
 from hf_offload.plan.problem import Problem, Solution, make_problem
 from hf_offload.plan.refusal import refuse
 from hf_offload.plan.search import Alternative, largest, simple_ways, uniform
-from hf_offload.plan.state_choices import Choice
 from hf_offload.plan.state_placement import StatePlacement, snapshot_bytes
 from hf_offload.plan.timeline import Timeline
 from hf_offload.settings.memory_modes import OF_ADAPTERS

@@ -15,7 +15,7 @@ from hf_offload.forecast.workload_inputs import describe_batch, length_unit, lon
 from hf_offload.methods.protocol import MemoryMode, OptimizerBytes
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.state_choices import Allowed
+from hf_offload.plan.state_placement import Allowed
 from hf_offload.settings.memory_modes import NONE, read_mode_settings
 from hf_offload.settings.memory_modes import memory_mode as find_mode
 from hf_offload.settings.schema import OffloadConfig, with_checked

@@ -13,11 +13,19 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.problem import Problem, make_problem, smallest_budget
+from hf_offload.plan.problem import Problem, Solution, make_problem, smallest_budget
 from hf_offload.plan.rules import WIDTHS
 from hf_offload.plan.search import can_fit, smallest, solve
-from hf_offload.plan.state_choices import Allowed, Choice, problem_of, state_placements
-from hf_offload.plan.state_placement import StatePlacement, moved_bytes
+from hf_offload.plan.state_placement import (
+    IN_MEMORY,
+    Allowed,
+    StatePlacement,
+    moved_bytes,
+    snapshot_bytes,
+    state_placements,
+    tier_bytes,
+)
+from hf_offload.plan.state_transfers import place_state
 
 _SOLVED = 4
 _SOLVED_PARTLY = 3
@@ -26,6 +34,50 @@ _GAIN = 1.05
 """What is no faster than this is not worth another place of weights and state in a run."""
 _LIKELY = 4
 """Ways of moving weights and state that are looked at for the one that needs the least memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Where weights, gradients and state are, and the plan for the activations with them."""
+
+    state_placement: StatePlacement
+    problem: Problem
+    solution: Solution
+
+    @property
+    def step_s(self) -> float:
+        """Of the predicted step."""
+        return self.solution.timeline.step_s
+
+    @property
+    def named(self) -> "Choice":
+        """The same, with placements that say which blocks recompute their elementwise operations."""
+        return dataclasses.replace(self, solution=self.problem.named(self.solution))
+
+
+def problem_of(
+    footprint: Footprint, hardware: Hardware, budget_bytes: int, placement: StatePlacement, allowed: Allowed
+) -> Problem:
+    """What is left to be placed: activations, in the memory and the room that the rest leaves."""
+    on_host = hardware.device == "cpu"
+    found = place_state(footprint.plain, placement, budget_bytes, on_host, allowed.now or IN_MEMORY)
+    if any(one.tier not in hardware.store_bytes_per_s for one in found.transfers):  # else with what is known of it
+        transfers = tuple(one for one in found.transfers if one.tier in hardware.store_bytes_per_s)
+        found = dataclasses.replace(found, transfers=transfers)
+    problem = make_problem(found, hardware, budget_bytes, may_recompute=allowed.may_recompute)
+    taken = tier_bytes(footprint, placement)
+    snapshots = snapshot_bytes(
+        footprint.plain, allowed.now or IN_MEMORY, allowed.snapshots, allowed.snapshots_of_trained
+    )
+    # Snapshots that find no room are refused by themselves.
+    room = {
+        tier: max(0, nbytes - (snapshots if tier == "ram" else 0)) - taken.get(tier, 0)
+        for tier, nbytes in problem.room_bytes.items()
+    }
+    if allowed.written_bytes is not None and "ssd" in room:
+        # What activations take of a drive in a step is written in it.
+        room["ssd"] = min(room["ssd"], allowed.written_bytes - moved_bytes(found)[0].get("ssd", 0))
+    return dataclasses.replace(problem, room_bytes=room)
 
 
 def choose(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> Choice | None:

@@ -6,12 +6,11 @@ import sys
 from collections.abc import Sequence
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan.choosing import choose, least_memory
+from hf_offload.plan.choosing import Choice, choose, least_memory
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.problem import Problem, Solution, smallest_budget
-from hf_offload.plan.state_choices import Allowed, Choice
-from hf_offload.plan.state_placement import GRADIENTS, IN_MEMORY, STATE, WEIGHTS, moved_bytes, tier_bytes
+from hf_offload.plan.state_placement import GRADIENTS, IN_MEMORY, STATE, WEIGHTS, Allowed, moved_bytes, tier_bytes
 from hf_offload.settings.sizes import format_bytes
 
 _ROUNDS = 4

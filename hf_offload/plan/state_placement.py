@@ -1,15 +1,25 @@
-"""State placements: where weights, gradients and optimizer state are between uses, and the bytes that lie where."""
+"""State placements: where weights, gradients and optimizer state are between uses, the bytes that lie where, and the few
+placements that a plan chooses from.
+"""
 
+import bisect
 import collections
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from hf_offload.plan.footprint import Footprint
+from hf_offload.plan.hardware import Hardware
 
 T = TypeVar("T")
 
 WEIGHTS, STATE, GRADIENTS, ACTIVATIONS = "weights", "optimizer state", "gradients", "activations"
+
+_SHARES = 8
+"""Weights that stay are tried in so many steps."""
+_SMALL_STATE = 0.25
+"""Of the budget: gradients and state that may stay in memory while weights leave it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +62,38 @@ class StatePlacement:
 
 IN_MEMORY = StatePlacement()
 """Nothing leaves memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Allowed:
+    """What may be where: ``"none"`` is memory, ``"auto"`` wherever it is best.
+
+    Attributes:
+        state, weights: Where gradients and state, and weights, may be.
+        in_backward, keeps_gradients: As in :class:`StatePlacement`.
+        may_recompute: Whether blocks may be recomputed in backward.
+        now: Where a running training has them, and the footprint is taken so; None before it. What has left memory stays out
+            of it, but how many bytes of weights are in memory may change, unless ``weights`` is ``"none"``.
+        written_bytes: Most bytes that a step may write to drives; None: no limit.
+        snapshots: How many of the run are held at a time.
+        snapshots_of_trained: Whether they leave out what is not trained.
+        is_measured: Whether a measured step had a part in where they are ``now``: if not, a plan is not bound to it.
+        must_stay: Whether they are to be where they are ``now``.
+        refused: Places that a measured step has shown to leave too little memory: none that has no less in memory is tried.
+    """
+
+    state: str = "auto"
+    weights: str = "auto"
+    in_backward: bool = False
+    keeps_gradients: bool = False
+    may_recompute: bool = True
+    now: StatePlacement | None = None
+    written_bytes: int | None = None
+    snapshots: int = 0
+    snapshots_of_trained: bool = False
+    is_measured: bool = True
+    must_stay: bool = False
+    refused: frozenset[StatePlacement] = frozenset()
 
 
 def staying_weights(footprint: Footprint, placement: StatePlacement) -> int:
@@ -146,3 +188,91 @@ def once(footprint: Footprint, find: Callable[[Footprint, Any], T], key: Any) ->
 def has_no_backward(footprint: Footprint) -> bool:
     """Whether the step is two forward passes, after which each weight moves by itself."""
     return not any(segment.backward for segment in footprint.segments)
+
+
+def state_placements(
+    footprint: Footprint, hardware: Hardware, allowed: Allowed, width: int = 1
+) -> Iterator[StatePlacement]:
+    """What may be where: as it is, and then the others, everything in memory first if that is allowed. ``width``: of the
+    windows of gradients and state in these.
+    """
+    for found in _all_placements(footprint, hardware, allowed, width):
+        if found == allowed.now or not any(_leaves_no_more(footprint, found, one) for one in allowed.refused):
+            yield found
+
+
+def _leaves_no_more(footprint: Footprint, placement: StatePlacement, other: StatePlacement) -> bool:
+    """Whether all that is in memory in ``other`` is so in ``placement``."""
+    state = placement.state is None or (other.state is not None and placement.staying >= other.staying)
+    return state and _weights_there(footprint, placement) >= _weights_there(footprint, other)
+
+
+def _weights_there(footprint: Footprint, placement: StatePlacement) -> int:
+    total = sum(one.weight_bytes for one in footprint.weights.values())
+    return total if placement.weights is None else min(total, placement.weights_bytes)
+
+
+def _all_placements(footprint: Footprint, hardware: Hardware, allowed: Allowed, width: int) -> Iterator[StatePlacement]:
+    total = sum(one.weight_bytes for one in footprint.weights.values())
+    least = min(least_weights(footprint), total)
+    trained = sum(one.trained_bytes for one in footprint.weights.values())
+    now = allowed.now or IN_MEMORY
+    if now.moves or allowed.must_stay:
+        yield now
+    if allowed.must_stay:
+        return
+    states = _tiers(allowed.state, hardware) if trained else [None]
+    tiers = _tiers(allowed.weights, hardware) if total else [None]
+    for state in states if now.state is None else [now.state]:
+        stays = list(_staying(footprint, state, allowed, width))
+        for weights in tiers if now.weights is None else [now.weights]:
+            if weights is None:
+                for staying, wide in stays:
+                    found = StatePlacement(state, None, 0, allowed.in_backward, allowed.keeps_gradients, staying, wide)
+                    if not now.moves or found != now:
+                        yield found
+                continue
+            if now.weights is not None and allowed.weights == "none":
+                if state != now.state:
+                    yield dataclasses.replace(now, state=state, width=width)
+                continue
+            at_once = state is None and not has_no_backward(footprint)
+            if at_once and allowed.weights == "auto" and trained > _SMALL_STATE * total:
+                continue  # the optimizer's step takes all of them at once
+            # Weights that have left may all come back.
+            for share in range(_SHARES - (now.weights is None), -1, -1):
+                there = least + (total - least) * share // _SHARES
+                for staying, wide in stays if there == total else [(frozenset[str](), stays[-1][1])]:
+                    found = StatePlacement(
+                        state, weights, there, allowed.in_backward, allowed.keeps_gradients, staying, wide
+                    )
+                    if found != now:
+                        yield found
+
+
+def _staying(
+    footprint: Footprint, state: str | None, allowed: Allowed, width: int
+) -> Iterator[tuple[frozenset[str], int]]:
+    """Which units' gradients and state stay, the first ones of the model, until all have left; and the width of the windows
+    of those that do not. What moves where half of it stays needs no wide ones, which take the room that it leaves.
+    """
+    now = allowed.now or IN_MEMORY
+    sizes = {unit: footprint.weights[unit] for unit in units_in_order(footprint)}
+    ends = list(itertools.accumulate(one.state_bytes + one.trained_bytes for one in sizes.values()))
+    may_stay = state is not None and allowed.state == "auto" and bool(ends)
+    if may_stay and ends[-1] > _SMALL_STATE * sum(one.weight_bytes for one in footprint.weights.values()):
+        # What has left may all come back.
+        for share in range(_SHARES - (now.state is None), 0, -1):
+            count = bisect.bisect_right(ends, ends[-1] * share // _SHARES)
+            if count:
+                yield frozenset(itertools.islice(sizes, count)), 1 if 2 * ends[count - 1] >= ends[-1] else width
+    yield frozenset() if may_stay or state is None else now.staying, 1 if state is None else width
+
+
+def _tiers(allowed: str, hardware: Hardware) -> Sequence[str | None]:
+    tiers = [tier for tier in ("ram", "ssd") if tier in hardware.store_bytes_per_s]
+    if hardware.device == "cpu":
+        tiers = [tier for tier in tiers if tier != "ram"]
+    if allowed == "auto":
+        return [None, *tiers]
+    return [None if allowed == "none" else allowed]

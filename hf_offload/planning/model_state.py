@@ -14,8 +14,7 @@ from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.problem import limit_of
 from hf_offload.plan.rules import state_window
-from hf_offload.plan.state_choices import Allowed
-from hf_offload.plan.state_placement import StatePlacement, least_weights
+from hf_offload.plan.state_placement import Allowed, StatePlacement, least_weights
 from hf_offload.planning.optimizer_state import gradient_and_state_bytes, step_bytes
 from hf_offload.planning.unit_weights import initial_estimate, trained_in, unit_weights
 from hf_offload.ranks import Ranks

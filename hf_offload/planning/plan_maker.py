@@ -12,8 +12,7 @@ from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.plan import Plan
-from hf_offload.plan.state_choices import Allowed
-from hf_offload.plan.state_placement import StatePlacement
+from hf_offload.plan.state_placement import Allowed, StatePlacement
 from hf_offload.plan.timeline import Windows
 from hf_offload.planning.batch_shape import BatchShape
 from hf_offload.planning.measuring import StepMeter

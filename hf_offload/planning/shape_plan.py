@@ -4,15 +4,14 @@ import dataclasses
 import logging
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan.choosing import everything_stays, least_memory
+from hf_offload.plan.choosing import Choice, everything_stays, least_memory, problem_of
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.plan import Placement, Plan
 from hf_offload.plan.problem import Problem, Solution, plan_of
 from hf_offload.plan.refusal import find_choice
 from hf_offload.plan.simulate import likely_peak
-from hf_offload.plan.state_choices import Allowed, Choice, problem_of
-from hf_offload.plan.state_placement import IN_MEMORY, StatePlacement
+from hf_offload.plan.state_placement import IN_MEMORY, Allowed, StatePlacement
 from hf_offload.plan.timeline import Windows
 from hf_offload.planning.batch_shape import BatchShape
 from hf_offload.ranks import Ranks

@@ -14,7 +14,7 @@ from hf_offload.plan.plan import Placement, safest_plan
 from hf_offload.plan.problem import make_problem, plan_of, smallest_budget
 from hf_offload.plan.refusal import find_choice
 from hf_offload.plan.search import uniform
-from hf_offload.plan.state_choices import Allowed
+from hf_offload.plan.state_placement import Allowed
 from tests.helpers.handmade_footprints import MB, footprint_of
 
 

@@ -15,7 +15,7 @@ from hf_offload.plan.problem import Choices, Problem, smallest_budget
 from hf_offload.plan.refusal import find_choice
 from hf_offload.plan.search import can_fit, smallest, solve, uniform
 from hf_offload.plan.simulate import simulate
-from hf_offload.plan.state_choices import Allowed
+from hf_offload.plan.state_placement import Allowed
 from hf_offload.plan.timeline import Channel, Windows
 from tests.helpers.handmade_footprints import MB, footprint_of
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from hf_offload.plan.choosing import Choice
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.problem import make_problem
-from hf_offload.plan.state_choices import Choice
 from hf_offload.plan.state_placement import IN_MEMORY
 from hf_offload.plan.timeline import Windows
 from hf_offload.planning.batch_shape import BatchShape

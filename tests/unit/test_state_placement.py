@@ -9,7 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan.choosing import choose, everything_stays, frontier, least_memory
+from hf_offload.plan.choosing import choose, everything_stays, frontier, least_memory, problem_of
 from hf_offload.plan.explain import categories_of
 from hf_offload.plan.footprint import UnitWeights
 from hf_offload.plan.hardware import describe_hardware
@@ -19,14 +19,15 @@ from hf_offload.plan.refusal import find_choice, refuse
 from hf_offload.plan.rules import part_bytes, spare_bytes, state_window
 from hf_offload.plan.search import can_fit
 from hf_offload.plan.simulate import likely_peak, simulate
-from hf_offload.plan.state_choices import Allowed, problem_of, state_placements
 from hf_offload.plan.state_placement import (
     GRADIENTS,
     STATE,
     WEIGHTS,
+    Allowed,
     StatePlacement,
     least_weights,
     moved_bytes,
+    state_placements,
     tier_bytes,
 )
 from hf_offload.plan.state_transfers import place_state
