@@ -25,7 +25,7 @@ from hf_offload.interrupts import signals_deferred
 from hf_offload.methods.protocol import OptimizerBytes
 from hf_offload.plan.footprint import Footprint, Saved
 from hf_offload.planning.recorder import StepRecorder
-from hf_offload.planning.unit_weights import unit_weights
+from hf_offload.planning.state_bytes import unit_weights
 from hf_offload.structure.units import find_units, one_stack
 from hf_offload.tensors import byte_span, nbytes_of, parameter_count
 

@@ -24,11 +24,11 @@ from hf_offload.planning.batch_shape import shape_of, tensors_in
 from hf_offload.planning.decisions import Decisions
 from hf_offload.planning.measuring import StepMeter
 from hf_offload.planning.model_state import ModelState
-from hf_offload.planning.optimizer_state import OptimizerState
 from hf_offload.planning.plan_maker import MicroBatch
 from hf_offload.planning.ranks import hardware_of_all
 from hf_offload.planning.shape_plan import ShapePlan, say
 from hf_offload.planning.shapes import OverBudget
+from hf_offload.planning.state_bytes import OptimizerState
 from hf_offload.planning.step_time import Overhead, StepClock
 from hf_offload.ranks import Ranks
 from hf_offload.settings.schema import OffloadConfig

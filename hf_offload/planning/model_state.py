@@ -15,8 +15,13 @@ from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.problem import limit_of
 from hf_offload.plan.rules import state_window
 from hf_offload.plan.state_placement import Allowed, StatePlacement, least_weights
-from hf_offload.planning.optimizer_state import gradient_and_state_bytes, step_bytes
-from hf_offload.planning.unit_weights import initial_estimate, trained_in, unit_weights
+from hf_offload.planning.state_bytes import (
+    gradient_and_state_bytes,
+    initial_estimate,
+    step_bytes,
+    trained_in,
+    unit_weights,
+)
 from hf_offload.ranks import Ranks
 from hf_offload.settings.memory_modes import NONE, OF_ADAPTERS
 from hf_offload.settings.schema import OffloadConfig, snapshots_held, with_checked

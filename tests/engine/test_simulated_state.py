@@ -12,7 +12,7 @@ from hf_offload.forecast.fake import fake_mode
 from hf_offload.methods.protocol import OptimizerBytes
 from hf_offload.plan.state_placement import GRADIENTS, STATE, WEIGHTS, StatePlacement, least_weights
 from hf_offload.plan.state_transfers import place_state
-from hf_offload.planning.unit_weights import unit_weights
+from hf_offload.planning.state_bytes import unit_weights
 from hf_offload.state.optimizer import streaming_of
 
 KB = 1 << 10

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_offload import OffloadConfig, attach, offload_activations
 from hf_offload.errors import OffloadError, OffloadPlanError
-from hf_offload.planning.optimizer_state import OptimizerState, state_of
+from hf_offload.planning.state_bytes import OptimizerState, state_of
 from tests.helpers.training_steps import end_step, weight_bytes
 
 WIDTH, ROWS, MIB = 256, 512, 1 << 20

@@ -18,7 +18,7 @@ from hf_offload.methods.blockwise.mode import Blockwise
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.state_placement import StatePlacement, least_weights, moved_bytes
 from hf_offload.plan.state_transfers import place_state
-from hf_offload.planning.unit_weights import unit_weights
+from hf_offload.planning.state_bytes import unit_weights
 from hf_offload.settings.memory_modes import memory_mode, mode_names
 from hf_offload.storage.buffers import PAGE
 from hf_offload.tensors import parameter_count
