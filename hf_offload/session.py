@@ -431,14 +431,6 @@ class OffloadSession:
             self._snapshots_expected.remove()
             self._snapshots_expected = None
 
-    def update_in_backward(self, in_backward: bool, unless: Callable[[], bool] | None = None) -> None:
-        """Update each weight as soon as it has its gradient, which then never leaves memory. The caller promises that between
-        two steps there is one backward, and that nothing reads or changes gradients or options after it has begun. A step
-        whose backward begins when ``unless`` is true is taken after it, and so are those that follow.
-        """
-        if self._state is not None:
-            self._state.update_in_backward(in_backward, unless)
-
     def defer_updates(self) -> None:
         """Let updates of weights wait until their modules run next, so that state moves during the forward.
 

@@ -30,7 +30,6 @@ def train(shape: Shape, directory: str, most_written_bytes: int, seconds: float)
     session = attach(model, settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     session.prepare_optimizer(optimizer)
-    session.update_in_backward(True)  # nothing is clipped: gradients need not leave memory
     session.defer_updates()
     weights = sum(p.numel() for p in model.parameters())
     _say(

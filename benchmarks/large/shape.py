@@ -57,11 +57,12 @@ class Shape:
         """Weights, optimizer state and activations on the drive; or a budget alone, which the process's own
         ``process_bytes`` count towards.
         """
-        placed: dict[str, Any] = {"memory_budget": self.budget_bytes - process_bytes}
+        # Nothing is clipped: gradients need not leave memory.
+        placed: dict[str, Any] = {"memory_budget": self.budget_bytes - process_bytes, "update_in_backward": True}
         if not self.automatic:
             placed = {
                 "tier": "ssd", "params": "ssd", "optimizer": "ssd", "memory_budget": self.budget_bytes, "tiled_loss": "on",
-                "recompute_elementwise": "exact",
+                "recompute_elementwise": "exact", "update_in_backward": True,
             }  # fmt: skip
         return OffloadConfig(
             **placed, directory=directory, max_disk_write_bytes=most_written_bytes, on_disk_write_limit="stop"

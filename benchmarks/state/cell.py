@@ -52,6 +52,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     settings = OffloadConfig(
         tier=cell.activations,
         optimizer=place,
+        update_in_backward=cell.way == IN_BACKWARD,
         tiled_loss="on" if cell.tiled_loss else "off",
         directory=None if {cell.activations, place} == {"none"} else cell.directory,
     )

@@ -30,7 +30,6 @@ def train_in_torch(way: str, model: torch.nn.Module, session: OffloadSession) ->
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
     session.prepare_optimizer(optimizer)
-    session.update_in_backward(way == IN_BACKWARD)
     session.defer_updates()
 
     def update() -> None:

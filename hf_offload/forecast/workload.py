@@ -66,7 +66,6 @@ class Workload:
         update_in_backward: Whether every weight is updated as soon as its gradient is there, so that gradients never add up.
         state_place, weights_place: Where gradients and optimizer state, and weights, may be: ``none`` (in memory), ``ram``,
             ``ssd`` or ``auto``.
-        streams_in_backward: Whether state that is on a tier is updated in backward.
         names_drive: Whether a recipe's settings name a drive.
     """
 
@@ -88,7 +87,6 @@ class Workload:
     update_in_backward: bool = False
     state_place: str = "auto"
     weights_place: str = "auto"
-    streams_in_backward: bool = False
     names_drive: bool = False
 
     @property
@@ -164,7 +162,7 @@ class Workload:
             return Allowed("none", self.weights_place, written_bytes=written)
         if self.memory_mode not in _STREAMED_MODES:
             return Allowed("none", "none", written_bytes=written)
-        return Allowed(self.state_place, self.weights_place, self.streams_in_backward, written_bytes=written)
+        return Allowed(self.state_place, self.weights_place, self.settings.update_in_backward, written_bytes=written)
 
     def changed(self, **changes: Any) -> "Workload":
         """The same with other attributes, or with other settings of the run, which were read before."""

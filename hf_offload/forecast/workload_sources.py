@@ -119,8 +119,6 @@ def _from_recipe(name: str, overrides: Sequence[str], settings: Mapping[str, Any
         state_place=recipe.offload.optimizer or "auto",
         weights_place=recipe.offload.params or "auto",
         names_drive=bool(recipe.offload.drive_settings) or recipe.offload.ram_budget == 0,
-        streams_in_backward=training.get("max_grad_norm", 1) == 0
-        and int(training.get("gradient_accumulation_steps") or 1) == 1,
         memory_mode_kwargs=read_mode_settings(recipe.offload.memory_mode_kwargs),
         settings=offload,
     )

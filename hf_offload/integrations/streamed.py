@@ -87,20 +87,7 @@ def refuse_own_state(accelerator: Accelerator, config: OffloadConfig) -> None:
 
 
 class ClipsStreamedGradients(Accelerator):
-    """An accelerator that clips gradients where they are.
-
-    Attributes:
-        goes_back: Whether a backward is one of this accelerator's: a callback's own is not, and its gradients are no step's.
-    """
-
-    goes_back = False
-
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        self.goes_back = True
-        try:
-            return super().backward(*args, **kwargs)
-        finally:
-            self.__dict__.pop("goes_back", None)  # nothing is left once it is a plain one again
+    """An accelerator that clips gradients where they are."""
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)

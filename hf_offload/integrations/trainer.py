@@ -1,8 +1,6 @@
 """The Trainer's callback: attaches at the start of training, reports through the Trainer's log, detaches at the end."""
 
 import logging
-import weakref
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -23,8 +21,10 @@ from hf_offload.integrations.streamed import (
     unwrapped,
 )
 from hf_offload.integrations.summary import card_lines, has_summary, log_entries, show_summary, summary_lines
+from hf_offload.methods.protocol import conflicts_with_update_in_backward
 from hf_offload.planning.shape_plan import Prediction
 from hf_offload.session import OffloadSession, attach
+from hf_offload.settings.load import refuse
 from hf_offload.settings.memory_modes import NONE
 from hf_offload.settings.schema import OffloadConfig, with_checked
 from hf_offload.surgery import extend
@@ -81,6 +81,8 @@ class OffloadCallback(TrainerCallback):
         if not config.changes_a_run:
             return
         refuse_conflicts(args)
+        if config.update_in_backward:
+            refuse("training arguments", conflicts_with_update_in_backward(args))
         config = _without_twice(config, args)
         _refuse_data_parallel(args)
         if trainer is not None:
@@ -94,7 +96,7 @@ class OffloadCallback(TrainerCallback):
         self.summary = []
         own = trainer is not None and has_own_state(trainer.accelerator)
         if config.optimizer not in (None, "none") or (config.state_place == "auto" and not own):
-            self._stream_optimizer(args, model, optimizer, trainer)
+            self._stream_optimizer(args, optimizer, trainer)
         else:
             self.session.watch_optimizer(unwrapped(optimizer))
         if self.session.active:
@@ -114,9 +116,7 @@ class OffloadCallback(TrainerCallback):
             )
         snapshots.begin()
 
-    def _stream_optimizer(
-        self, args: TrainingArguments, model: nn.Module, optimizer: Any, trainer: Trainer | None
-    ) -> None:
+    def _stream_optimizer(self, args: TrainingArguments, optimizer: Any, trainer: Trainer | None) -> None:
         assert self.session is not None
         if trainer is not None and not isinstance(trainer.accelerator, ClipsStreamedGradients):
             extend(trainer.accelerator, ClipsStreamedGradients)
@@ -129,22 +129,6 @@ class OffloadCallback(TrainerCallback):
             raise OffloadConfigError(f"memory_mode={mode!r}: {error}") from error
         self.session.defer_updates()
         own_resident_state(optimizer)
-        scaler = None if trainer is None else trainer.accelerator.scaler
-        # What a step needs is known when a gradient arrives: nothing adds up, is scaled or clipped before the step.
-        one_backward = args.gradient_accumulation_steps == 1 and scaler is None and not args.max_grad_norm
-        if trainer is None or not one_backward:
-            self.session.update_in_backward(False)
-            return
-        trainer_ref, model_ref = weakref.ref(trainer), weakref.ref(model)
-
-        def unless() -> bool:
-            present, trained = trainer_ref(), model_ref()
-            if present is None or trained is None or not present.accelerator.goes_back:
-                return True
-            return needs_gradients(present, trained)
-
-        in_backward = not needs_gradients(trainer, model) and _zeroes_all(model, optimizer)
-        self.session.update_in_backward(in_backward, unless)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.session is None:
@@ -274,49 +258,3 @@ def _refuse_data_parallel(args: TrainingArguments) -> None:
             f"{args.n_gpu} GPUs are visible to one process, so the Trainer would use nn.DataParallel, which cannot be "
             "offloaded: start with `accelerate launch --multi_gpu train.py`, or set CUDA_VISIBLE_DEVICES to one GPU."
         )
-
-
-def _zeroes_all(model: nn.Module, optimizer: Any) -> bool:
-    """Whether no gradient outlives its step: the Trainer drops those of the model, and others add up."""
-    mine = {id(parameter) for parameter in model.parameters()}
-    return all(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
-
-
-_OF_LIBRARIES = ("transformers", "hf_offload")
-_COMPUTES_ONE_LOSS = (*_OF_LIBRARIES, "trl")
-"""Libraries whose ``compute_loss`` leaves backward to the Trainer."""
-
-
-def needs_gradients(trainer: Trainer, model: nn.Module) -> bool:
-    """Whether weights are to be updated after backward, as things are now: methods may be set on objects, and callbacks and
-    hooks come, at any time.
-    """
-    return (
-        any(_acts(one) for one in trainer.callback_handler.callbacks)
-        or not _is_of(trainer, "training_step", _OF_LIBRARIES)
-        or not _is_of(trainer, "compute_loss", _COMPUTES_ONE_LOSS)
-        or _has_hooks(trainer.optimizer)
-        or any(len(parameter._post_accumulate_grad_hooks or ()) > 1 for parameter in model.parameters())
-    )
-
-
-def _acts(callback: TrainerCallback) -> bool:
-    events = ("on_pre_optimizer_step", "on_optimizer_step")
-    return any(
-        getattr(getattr(callback, event), "__func__", None) is not getattr(TrainerCallback, event) for event in events
-    )
-
-
-def _is_of(trainer: Trainer, method: str, libraries: Iterable[str]) -> bool:
-    """Whether the method that is called is that of one of these libraries."""
-    if method in vars(trainer):
-        return False
-    owner = next(one for one in type(trainer).__mro__ if method in vars(one))
-    return owner.__module__.partition(".")[0] in libraries
-
-
-def _has_hooks(optimizer: Any) -> bool:
-    """Whether others than this package are called before or after the steps of ``optimizer``."""
-    optimizer = unwrapped(optimizer)
-    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
-    return any(not (getattr(one, "__module__", None) or "").startswith("hf_offload.") for one in hooks)

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -141,6 +141,25 @@ class MemoryMode(abc.ABC):
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Those that require gradients."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def conflicts_with_update_in_backward(args: "TrainingArguments") -> Iterator[str]:
+    """What needs gradients after backward, where each is gone after its update."""
+    for name, usual, why in (
+        ("max_grad_norm", 0, "all gradients at once"),
+        ("gradient_accumulation_steps", 1, "them to stay"),
+    ):
+        value = getattr(args, name)
+        if value is not None and value > usual:
+            yield (
+                f"{name}={value} needs {why}, and with update_in_backward each gradient is gone as soon as it was used: "
+                f"set {name}={usual}, or drop update_in_backward."
+            )
+    if args.fp16:
+        yield (
+            "fp16=True scales the loss and looks at all gradients before a step, and with update_in_backward they are "
+            "gone by then: set bf16=True, or drop update_in_backward."
+        )
 
 
 def load_library(name: str, mode: str, install: str) -> Any:

@@ -78,8 +78,7 @@ class ModelState:
         self._limit_bytes = self._budget_bytes = 0
         self._hardware: Hardware | None = None
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
-        self._in_backward = self._defers_updates = False
-        self._unless: Callable[[], bool] | None = None
+        self._defers_updates = False
         self._state_per_weight = 0.0
         self._has_warned = False
         self._is_measured = True
@@ -193,8 +192,7 @@ class ModelState:
 
     @property
     def _updates_in_backward(self) -> bool:
-        stopped = self.streamed is not None and self.streamed.is_used and not self.streamed.updates_in_backward
-        return self._in_backward and not self._keeps_gradients and not stopped
+        return self._config.update_in_backward and not self._keeps_gradients
 
     @property
     def allowed(self) -> Allowed:
@@ -302,12 +300,6 @@ class ModelState:
         if self._may_stream:
             self._after_streaming.append(call)
 
-    def update_in_backward(self, in_backward: bool, unless: Callable[[], bool] | None = None) -> None:
-        """See :meth:`hf_offload.session.OffloadSession.update_in_backward`."""
-        self._in_backward, self._unless = in_backward, unless
-        if self.streamed is not None:
-            self.streamed.update_in_backward(in_backward, unless)
-
     def defer_updates(self) -> None:
         """See :meth:`hf_offload.session.OffloadSession.defer_updates`."""
         self._defers_updates = True
@@ -360,7 +352,6 @@ class ModelState:
         for call in self._after_streaming:
             call()
         self._after_streaming.clear()
-        setting.update_in_backward(self._in_backward, self._unless)
         if self._defers_updates:
             setting.defer_updates()
         self._state_per_weight = max(map(state_per_weight, optimizers))

@@ -14,7 +14,7 @@ from hf_offload.settings.elementwise import RecomputeElementwiseConfig, read_rec
 from hf_offload.settings.load import choose, refuse
 from hf_offload.settings.memory_modes import MODES, NONE, memory_mode, mode_names, read_mode_settings
 from hf_offload.settings.sampling import SampledLinearConfig, read_sampled_linear
-from hf_offload.settings.values import Reader, Whole, folders, names, one_of, path_text, size
+from hf_offload.settings.values import Flag, Reader, Whole, folders, names, one_of, path_text, size
 
 if TYPE_CHECKING:
     from hf_offload.methods.protocol import MemoryMode
@@ -115,6 +115,10 @@ class OffloadConfig:
     max_step_write_bytes: Annotated[int | str | None, size()] = None
     """With {tier}="auto": most bytes that a planned step of one micro-batch writes to drives. Measured steps may
     write more. Default: no limit."""
+    update_in_backward: Flag = False
+    """With gradients and optimizer state on a tier: update each weight as soon as it has its gradient, which then never
+    leaves memory. By setting it you promise that a step has one backward, and that nothing reads, changes or clips
+    gradients before the step."""
     drive_endurance_bytes: Annotated[int | str | None, size(at_least=1), Scope.DRIVES] = None
     """Bytes that the drive is rated to take in its lifetime (TBW), such as 600TB: the summary reports the share that
     the run has used."""
@@ -202,6 +206,11 @@ class OffloadConfig:
             yield (
                 f"{name('max_step_write_bytes')} is given, but {tier}={self.tier!r} plans nothing: set {tier}='auto', or "
                 "leave it out."
+            )
+        if self.update_in_backward and self.state_place == "none":
+            yield (
+                f"{name('update_in_backward')} is given, but gradients and optimizer state stay in memory: set "
+                f"{name('optimizer')}='ssd' or 'ram', or leave it out."
             )
         if self.recompute_blocks is not None and self.tier != "auto":
             yield (

@@ -57,8 +57,8 @@ def clip_parked(
             if isinstance(each, StreamedParameter):
                 if factor != 1:
                     raise OffloadError(
-                        f"{each.name} was updated in backward, and its gradient is to be clipped only now: set max_grad_norm "
-                        "in the training arguments, which then updates after backward."
+                        f"{each.name} was updated in backward, and its gradient is to be clipped only now: leave "
+                        "update_in_backward out."
                     )
                 continue
             parked = parked_gradient(each)

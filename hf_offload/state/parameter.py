@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 _CHECKPOINT = CheckpointFunction.backward.__code__
-_UPDATE_LATER = (
-    "go on from the last checkpoint, with max_grad_norm=1e9, which clips nothing and updates after backward, or without "
-    "update_in_backward()."
-)
+_UPDATE_LATER = "go on from the last checkpoint, without update_in_backward."
 
 
 class _OwedByOthers(guard.Debt):
@@ -111,7 +108,7 @@ class StreamedParameter(guard.Debt):
             raise OffloadError(
                 f"{self.name} was updated in a backward that no step of the optimizer has followed, so that the weights are "
                 "those of half a step: go on from the last checkpoint. If backward was not interrupted, something reads "
-                "weights before the step: set max_grad_norm, which then updates after backward."
+                "weights before the step: leave update_in_backward out."
             )
 
     def overwritten(self) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -99,6 +99,7 @@ class StreamedSetting:
             self.close()
             logger.warning("State and gradients stay in memory, though optimizer='auto' would move them. %s", error)
             return
+        streaming.in_backward = self._config.update_in_backward and streaming.streams_gradients and not streaming.whole
         streaming.let_stay(())  # what a plan of another session has kept
         self._end_watch()
         self._streamings.add(streaming)
@@ -131,21 +132,6 @@ class StreamedSetting:
     def streams_gradients(self) -> bool:
         """Whether the gradients of all optimizers that are streamed leave memory, too."""
         return all(streaming.streams_gradients for streaming in list(self._streamings))
-
-    @property
-    def updates_in_backward(self) -> bool:
-        """Whether weights of all optimizers that are streamed are updated as soon as they have their gradients."""
-        return all(streaming.in_backward for streaming in list(self._streamings))
-
-    def update_in_backward(self, in_backward: bool, unless: Callable[[], bool] | None = None) -> None:
-        """See :meth:`hf_offload.session.OffloadSession.update_in_backward`."""
-        for streaming in list(self._streamings):
-            streaming.in_backward = in_backward and streaming.streams_gradients and not streaming.whole
-            streaming.unless = unless
-            if streaming.in_backward:
-                logger.info(
-                    "Each weight is updated in backward: nothing is accumulated, scaled or clipped before a step."
-                )
 
     def defer_updates(self) -> None:
         """See :meth:`hf_offload.session.OffloadSession.defer_updates`."""
@@ -183,7 +169,7 @@ class StreamedSetting:
         if compiled:
             why = "gradients stay in memory, where compiled code expects them"
         if streaming.streams_gradients:
-            why = "gradients leave memory in backward"
+            why = "weights are updated in backward" if streaming.in_backward else "gradients leave memory in backward"
         if streaming.whole:
             why = (
                 "all of it comes back for each step, and gradients, too: its class is not one of those that are known to "

@@ -57,7 +57,6 @@ class Streaming:
     Attributes:
         in_backward: Whether each parameter is updated as soon as it has a gradient, from the options of that moment. The
             caller promises one backward a step, and that nothing changes gradients in between.
-        unless: Asked when the first gradient of a step arrives: where it is true, ``in_backward`` ends before that.
         defers: Whether updates wait for the next use of their parameter, as
             :meth:`~hf_offload.session.OffloadSession.defer_updates` says.
         wants_norms: Whether gradients are measured as they leave memory, for clipping.
@@ -76,7 +75,6 @@ class Streaming:
         whole: bool,
     ):
         self.in_backward = False
-        self.unless: Callable[[], bool] | None = None
         self.defers = False
         self.whole = whole
         self.wants_norms = False
@@ -87,7 +85,7 @@ class Streaming:
         self._updates = UpdateComputer(shadow, state_store, part_bytes)
         self._smallest_bytes = smallest_bytes
         self._must_stream = must_stream
-        self._has_asked = False
+        self._has_begun = False  # the step, by a backward
         self._entries: set[int] = set()  # ids of the keys of the state, before the present step
         self._trained: dict[int, StreamedParameter] = {}
 
@@ -206,7 +204,7 @@ class Streaming:
         with self._section(GRADIENTS), outside():
             if gradient.layout is not torch.strided:
                 self._refuse_sparse(trained)
-            elif self._updates_now() and comes_once(trained):
+            elif self.in_backward and comes_once(trained):
                 self._update_in_backward(trained, parameter, gradient)
             elif self.moves(parameter) and state_may_leave(gradient, self._smallest_bytes):
                 assert self.gradient_store is not None
@@ -221,22 +219,14 @@ class Streaming:
                 "or set optimizer='none'."
             )
 
-    def _updates_now(self) -> bool:
-        """Whether this backward updates weights: none of them, or all."""
-        if self.in_backward and not self._has_asked:
-            self._has_asked = True
-            self._entries = set(map(id, self.state))
-            if self.unless is not None and self.unless():
-                self.in_backward = False
-                logger.info("Gradients are looked at before the step: weights are updated after backward from now on.")
-        return self.in_backward
-
     def _update_in_backward(self, trained: StreamedParameter, parameter: Tensor, gradient: Tensor) -> None:
         if trained.norm_in_backward is not None:
             raise OffloadError(
                 f"{trained.name} has got a second gradient before the optimizer's step, and was updated with the first one: "
-                "its value is not that of any step. Set max_grad_norm to update after backward, and go on from a checkpoint."
+                "its value is not that of any step. Go on from a checkpoint, without update_in_backward."
             )
+        if not self._has_begun:
+            self._has_begun, self._entries = True, set(map(id, self.state))
         optimizer = self._optimizer()
         assert optimizer is not None
         group, number = _group_of(optimizer, parameter)
@@ -264,9 +254,9 @@ class Streaming:
             for debt in [debt for parameter in self.parameters() for debt in guard.debts_of(parameter)]:
                 if isinstance(debt, StreamedParameter):
                     debt.finish()  # of another optimizer of the same weights, which came first
-            if not self.in_backward:
+            if not self._has_begun:
                 self._entries = set(map(id, self.state))
-            self._has_asked = False
+            self._has_begun = False
             context = StepContext(attributes_of(optimizer), torch.get_default_dtype())
             in_memory: list[dict[str, Any]] = []
             noted: list[tuple[StreamedParameter, Update]] = []

@@ -34,7 +34,7 @@ class Training:
         if prepare is not None:
             prepare(self.model)
         files = {"directory": folder} if {"ssd", "auto"} & set(map(str, settings.values())) else {}
-        config = {"tier": "none", "min_bytes": SMALLEST, **files, **settings}
+        config = {"tier": "none", "min_bytes": SMALLEST, "update_in_backward": in_backward, **files, **settings}
         self.session = attach(self.model, OffloadConfig(**config))
         if self._moves_activations:
             return
@@ -42,7 +42,6 @@ class Training:
             self.session.residency.limit_bytes = 1
         self.session.prepare_optimizer(self.optimizer)
         self.session.defer_updates()
-        self.session.update_in_backward(in_backward)
 
     def step(self, number):
         self.optimizer.zero_grad()

@@ -60,8 +60,9 @@ class Run:
     def __init__(self, place: str, directory: Any, *, defers: bool = True, in_backward: bool = False, **settings: Any):
         self.place = place
         self.defers = defers
-        self.in_backward = in_backward
         self.settings = {"tier": "none", "min_bytes": 256, "params": "none", **settings}
+        if in_backward:
+            self.settings["update_in_backward"] = True
         if "ssd" in (place, self.settings["params"]):
             self.settings["directory"] = directory
         self.offloads = (place, self.settings["params"]) != ("none", "none")
@@ -93,8 +94,6 @@ class Run:
                 assert session.prepare_optimizer(optimizer) is optimizer
                 if self.defers:
                     session.defer_updates()
-                if self.in_backward:
-                    session.update_in_backward(True)
         if (streaming := streaming_of(optimizer)) is not None:
             self.stores += [store for store in (streaming.state_store, streaming.gradient_store) if store is not None]
         return optimizer

@@ -43,6 +43,8 @@ def trained(folder, params="none", optimizer="none", resume=None, **arguments):
     """A Trainer that has trained."""
     if "ssd" in (params, optimizer):
         arguments["offload_directory"] = str(folder.parent)
+    if optimizer != "none" and arguments.get("max_grad_norm") == 0:
+        arguments["offload_update_in_backward"] = True
     settings = {
         "max_steps": STEPS, "learning_rate": 1e-3, "warmup_steps": 2, "logging_steps": 1, "eval_strategy": "steps",
         "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "offload_params": params,

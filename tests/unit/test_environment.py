@@ -27,6 +27,7 @@ LIKELY = [
 """Values that are tried where the declaration of a setting does not tell one that it takes."""
 NEEDED = {
     "max_step_write_bytes": {"tier": "auto"},
+    "update_in_backward": {"optimizer": "ssd"},
     "recompute_blocks": {"tier": "auto"},
     "memory_budget": {"tier": "auto"},
     "tile_bytes": {"tiled_loss": "on"},

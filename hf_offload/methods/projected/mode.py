@@ -18,7 +18,7 @@ from hf_offload.methods.projected import (
 from hf_offload.methods.projected import state_bytes as count_state
 from hf_offload.methods.projected.checks import check_parameters
 from hf_offload.methods.projected.projections import Projection, matrix_shape, projection_of
-from hf_offload.methods.protocol import MemoryMode
+from hf_offload.methods.protocol import MemoryMode, conflicts_with_update_in_backward
 from hf_offload.settings.classes import settings
 from hf_offload.settings.values import Flag, names
 
@@ -50,24 +50,9 @@ class Projected(ProjectedConfig, MemoryMode):
         return ProjectedAdamW(groups, self, **adam)  # each group has its weight decay
 
     def conflicts(self, args: "TrainingArguments") -> Iterator[str]:
-        """What needs all gradients at once, or the same gradient twice, where each is gone after its update."""
-        if not self.update_in_backward:
-            return
-        for name, usual, why in (
-            ("max_grad_norm", 0, "all gradients at once"),
-            ("gradient_accumulation_steps", 1, "them to stay"),
-        ):
-            value = getattr(args, name)
-            if value is not None and value > usual:
-                yield (
-                    f"{name}={value} needs {why}, and with update_in_backward each gradient is gone as soon as it was used: "
-                    f"set {name}={usual}, or drop update_in_backward."
-                )
-        if args.fp16:
-            yield (
-                "fp16=True scales the loss and looks at all gradients before a step, and with update_in_backward they are "
-                "gone by then: set bf16=True, or drop update_in_backward."
-            )
+        """What needs gradients after backward, where each is gone after its update."""
+        if self.update_in_backward:
+            yield from conflicts_with_update_in_backward(args)
 
     def begin_training(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         """Updates are made in backward from here on, if they are asked for."""
