@@ -1,4 +1,4 @@
-"""Updates in backward by a promise: a Trainer refuses what needs gradients afterwards, and a loop that acts ends in an error."""
+"""Updates in backward by promise: a Trainer refuses what needs gradients, and a loop that uses them ends in an error."""
 
 import pytest
 import torch
