@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_curren
 from hf_offload.checkpointing import in_recompute
 from hf_offload.engine.record import Record
 from hf_offload.plan.footprint import Footprint, Segment
-from hf_offload.planning.compute_clock import ComputeClock
 from hf_offload.planning.recorder import StepRecorder
 from hf_offload.planning.saved_times import MeasuredMicroBatch, SavedTimes, SmallSaved
 from hf_offload.planning.state_bytes import is_elsewhere, missing_state, state_of
+from hf_offload.planning.step_time import ComputeClock
 from hf_offload.state.gradients import has_gradient
 from hf_offload.state.registry import observers, parked_of
 from hf_offload.state.weights import weights_of
