@@ -117,8 +117,8 @@ class OffloadConfig:
     write more. Default: no limit."""
     update_in_backward: Flag = False
     """With gradients and optimizer state on a tier: update each weight as soon as it has its gradient, which then never
-    leaves memory. By setting it you promise that a step has one backward, and that nothing reads, changes or clips
-    gradients before the step."""
+    leaves memory. By setting it you promise that a step has one backward, and that nothing reads, changes, scales or
+    clips gradients before the step."""
     drive_endurance_bytes: Annotated[int | str | None, size(at_least=1), Scope.DRIVES] = None
     """Bytes that the drive is rated to take in its lifetime (TBW), such as 600TB: the summary reports the share that
     the run has used."""

@@ -28,7 +28,7 @@ def check_writable(directory: Path) -> None:
 
 
 def write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) -> None:
-    """Write a snapshot's files, and give the folder its name once all are complete; older snapshots are removed afterwards.
+    """Write a snapshot's files, and give the folder its name once all are complete; others are removed afterwards.
     ``files`` are descriptors in the order of the record; that of the parity comes last, and stays in memory. Raises
     ``OSError``.
     """
@@ -47,7 +47,7 @@ def write_checkpoint(directory: Path, record: _Message, files: Sequence[int]) ->
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    _remove_older(directory, record["run"])
+    _remove_others(directory, record["run"], record["step"])
 
 
 def records_in(directory: Path) -> list[tuple[_Message, Path]]:
@@ -56,10 +56,14 @@ def records_in(directory: Path) -> list[tuple[_Message, Path]]:
     return [(record, path) for record, path in found if record is not None]
 
 
-def _remove_older(directory: Path, run: str) -> None:
-    """Remove snapshots of other runs, and all but the newest of this one."""
+def _remove_others(directory: Path, run: str, step: int) -> None:
+    """Remove snapshots of other runs, and all of this one but the newest up to ``step``, which was just written: later ones
+    are damaged, and the run has gone on from an earlier one.
+    """
     found = records_in(directory)
-    kept = sorted(record["step"] for record, _ in found if record["run"] == run)[-KEPT_ON_DISK:]
+    kept = sorted(record["step"] for record, _ in found if record["run"] == run and record["step"] <= step)[
+        -KEPT_ON_DISK:
+    ]
     for record, path in found:
         if record["run"] != run or record["step"] not in kept:
             shutil.rmtree(path, ignore_errors=True)

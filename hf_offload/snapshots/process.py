@@ -81,7 +81,7 @@ class _Snapshot:
 
 
 class Keeper:
-    """What is held, for whom, and until when. All of it changes in one thread; another one copies to disk."""
+    """What is held, for whom, and until when. Messages are answered in one thread; another one copies to disk."""
 
     def __init__(self, listener: socket.socket):
         self._listener = listener

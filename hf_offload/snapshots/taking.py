@@ -224,11 +224,12 @@ class Snapshots:
     def _make_room(self, nbytes: int, present: int) -> None:
         """Take the bytes from the budget, and see that the machine has them."""
         assert self._held is not None
-        name = f"snapshot {len(self._files) + len(self._free)}"
-        if nbytes > self._held.held.get(name, 0):
+        all_sets = [*self._free, *self._files.values()]
+        total = sum(file.nbytes for files in all_sets for file in files) - present + nbytes
+        more = total - sum(self._held.held.values())
+        if more > 0:
             try:
-                self._held.release([name])
-                self._held.hold({name: nbytes})
+                self._held.hold({f"up to {total}": more})
             except TierFullError as error:
                 raise TierFullError(
                     f"A snapshot needs {format_bytes(nbytes)}, and memory holds {snapshots_held(self._config)}. {error} "

@@ -57,8 +57,8 @@ _BITSANDBYTES = "bitsandbytes.optim."
 _OVERRIDES = ("module_weight_config_triple", "pid2config", "index2config")
 _LARGE = (264, 260)
 """A matrix that is large enough for classes that factor their state, or quantise it, from 128 or 256 elements on."""
-_USUAL_STATE = 2.0
-"""AdamW's, of a class that is not in the table."""
+USUAL_STATE = 2.0
+"""Bytes for each byte of a weight, as AdamW has: of an optimizer that is not known."""
 
 _streamed: "weakref.WeakKeyDictionary[Optimizer, Streaming]" = weakref.WeakKeyDictionary()
 
@@ -185,7 +185,7 @@ def state_per_weight(optimizer: Optimizer) -> float:
     """Bytes of state that ``optimizer`` keeps for each byte of a large weight: the most of its groups."""
     kind = type(optimizer) if streaming_of(optimizer) is None else _own_class(optimizer)
     if not steps_by_weight(optimizer, kind):
-        return _USUAL_STATE
+        return USUAL_STATE
     shadow, most = Shadow(optimizer, kind), 0.0
     attributes = attributes_of(optimizer)
     for group in optimizer.param_groups:

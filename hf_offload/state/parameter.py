@@ -145,7 +145,7 @@ def _are_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def comes_once(trained: StreamedParameter) -> bool:
+def is_whole_gradient(trained: StreamedParameter) -> bool:
     """Whether this gradient is all that backward adds up, also of a block that reentrant checkpoints use more than once: the
     first step shows it.
     """

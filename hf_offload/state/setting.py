@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_offload.errors import OffloadConfigError
 from hf_offload.plan.rules import part_bytes, state_window
 from hf_offload.settings.schema import OffloadConfig
-from hf_offload.state.optimizer import stream, streaming_of
+from hf_offload.state.optimizer import USUAL_STATE, stream, streaming_of
 from hf_offload.state.refusals import is_compiled, refuse_scripts, refuse_shards
 from hf_offload.state.step import Streaming
 from hf_offload.state.units import units_of
@@ -23,9 +23,6 @@ from hf_offload.storage.tier import Tier
 from hf_offload.tensors import nbytes_of
 
 logger = logging.getLogger(__name__)
-
-_STATE_PER_WEIGHT = 2
-"""AdamW's."""
 
 
 class StreamedSetting:
@@ -48,16 +45,16 @@ class StreamedSetting:
         self._place = config.state_place
         if self._place == "auto":
             trained = sum(nbytes_of(p) for p in model.parameters() if p.requires_grad)
-            needed = sum(nbytes_of(p) for p in model.parameters()) + trained * (1 + _STATE_PER_WEIGHT)
+            needed = sum(nbytes_of(p) for p in model.parameters()) + round(trained * (1 + USUAL_STATE))
             what = "weights, gradients and state"
             self._place = place_for("optimizer", what, needed, config, self._on_host)
         if self._place != "none":
             refuse_scripts("optimizer", model.named_modules())
         refuse_shards("optimizer", model)
         self._opened: dict[str, Tier] = {}  # and in no use yet
-        self._guards: list[RemovableHandle] = []
+        self._warnings: list[RemovableHandle] = []
         if self._place != "none":
-            self._guards = [
+            self._warnings = [
                 p.register_post_accumulate_grad_hook(self._say_staying) for p in model.parameters() if p.requires_grad
             ]
 
@@ -155,8 +152,8 @@ class StreamedSetting:
         )
 
     def _end_watch(self) -> None:
-        while self._guards:
-            self._guards.pop().remove()
+        while self._warnings:
+            self._warnings.pop().remove()
 
     def _open(self, account: str) -> Tier:
         if account in self._opened:

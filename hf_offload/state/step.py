@@ -29,7 +29,7 @@ from hf_offload.state.gradients import (
     set_gradient,
     watch,
 )
-from hf_offload.state.parameter import StreamedParameter, comes_once
+from hf_offload.state.parameter import StreamedParameter, is_whole_gradient
 from hf_offload.state.registry import is_held, parked_of
 from hf_offload.state.shadow import Shadow, attributes_of, names_of, options_of
 from hf_offload.state.units import note_backward, pinned, stepping, unit_with
@@ -101,7 +101,7 @@ class Streaming:
             trained = StreamedParameter(parameter, name, self)
             self._trained[id(parameter)] = trained
             if self.gradient_store is not None:
-                before, arrived = _weak(trained, self.before), _weak(trained, self.arrived)
+                before, arrived = _weak(trained, self.before_accumulation), _weak(trained, self.arrived)
                 watch(parameter, before, arrived)
             unit = unit_with(parameter)
             if unit is not None:
@@ -179,7 +179,7 @@ class Streaming:
     # -- gradients ----------------------------------------------------------------------------------------------------------
 
     @torch._disable_dynamo
-    def before(self, trained: StreamedParameter, _: Tensor) -> None:
+    def before_accumulation(self, trained: StreamedParameter, _: Tensor) -> None:
         """A gradient is about to be added to what is in ``.grad``."""
         parameter = trained.parameter_ref()
         gradient = None if parameter is None else gradient_of(parameter)
@@ -204,7 +204,7 @@ class Streaming:
         with self._section(GRADIENTS), outside():
             if gradient.layout is not torch.strided:
                 self._refuse_sparse(trained)
-            elif self.in_backward and comes_once(trained):
+            elif self.in_backward and is_whole_gradient(trained):
                 self._update_in_backward(trained, parameter, gradient)
             elif self.moves(parameter) and state_may_leave(gradient, self._smallest_bytes):
                 assert self.gradient_store is not None

@@ -65,7 +65,7 @@ class Unit:
         number: Its place among the model's units.
         weights: Those of them that may leave memory.
         nbytes: Bytes of these.
-        owed: What computes updates that they wait for, by the optimizer and the parameter.
+        owed_updates: What computes updates that they wait for, by the optimizer and the parameter.
         pin_count: How many use it now.
         was_called: Its owner was called in the last forward: updates may wait for that.
         is_in_fast_path: A module that takes a fast path in evaluation reads its weights, without calling their owner.
@@ -107,7 +107,7 @@ class Units:
 
     Attributes:
         limit_bytes: Most bytes of weights in memory that may leave it, but for the floor.
-        most_bytes: Most bytes of them that were in memory at any time since it was set to 0.
+        most_bytes: Most bytes of them that were in memory at any time since the run began.
     """
 
     def __init__(self, model: nn.Module):

@@ -81,14 +81,13 @@ class UpdateComputer:
         part_bytes: Size of the parts that parameters are cut into; None leaves them whole.
 
     Attributes:
-        part_bytes: As given.
         staying: Ids of the parameters whose state stays in memory for now.
     """
 
     def __init__(self, shadow: Shadow, store: Store, part_bytes: int | None):
         self.shadow = shadow
         self._store = store
-        self.part_bytes = part_bytes
+        self._part_bytes = part_bytes
         self.staying: set[int] = set()
 
     def park(self, parameter: Tensor, name: str, state: Mapping[Any, Any]) -> None:
@@ -105,9 +104,9 @@ class UpdateComputer:
         self, parameter: Tensor, state: Mapping[Any, Any], gradient: Tensor | None
     ) -> list[tuple[int, int]] | None:
         """Ranges of the parameter's bytes that step one after the other; None where it steps as a whole."""
-        if self.part_bytes is None or parameter.nbytes <= self.part_bytes:
+        if self._part_bytes is None or parameter.nbytes <= self._part_bytes:
             return None
-        elements = max(1, self.part_bytes // parameter.itemsize // CUT_ELEMENTS) * CUT_ELEMENTS
+        elements = max(1, self._part_bytes // parameter.itemsize // CUT_ELEMENTS) * CUT_ELEMENTS
         others = [tensor for tensor in state_tensors(state, parameter) if tensor.shape == parameter.shape]
         others += [] if gradient is None else [gradient]
         if parameter.numel() <= elements or not all(tensor.is_contiguous() for tensor in (parameter, *others)):

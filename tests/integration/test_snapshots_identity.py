@@ -124,6 +124,11 @@ def test_a_drive_that_is_full_or_fails_loses_no_snapshot_that_is_there(tmp_path,
     write("this", 2)
     write("this", 3)
     assert steps() == [2, 3]
+    write("this", 1)  # the later ones were found damaged
+    assert steps() == [1]
+    write("this", 2)
+    write("this", 3)
+    assert steps() == [2, 3]
 
     def fails(source, into):
         into.write_bytes(bytes(5_000))

@@ -452,3 +452,19 @@ def test_batches_are_those_of_one_loader():
     for _ in position.of(in_order()):
         with pytest.raises(OffloadError, match="in the middle of an epoch"):
             next(position.of(in_order()))
+
+
+def test_snapshots_that_grow_take_all_of_their_bytes_from_the_budget(tmp_path):
+    """As do those of optimizers that train other weights after some steps."""
+    grows = Holds(torch.zeros(1))
+    model = net()
+    session = attach(model, OffloadConfig(tier="none", snapshot_steps=1, ram_budget="1GiB"))
+    with session.snapshots(tmp_path / "run", grows=grows) as snapshots:
+        for count in range(1, 7):
+            grows.state = torch.zeros(count << 18)
+            snapshots.end_step()
+        taking = snapshots.taking
+        held = sum(file.nbytes for files in [*taking._free, *taking._files.values()] for file in files)
+        assert held > 11 << 20
+        assert session._storage.ram.taken_bytes >= held
+    session.detach()
