@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -245,22 +246,22 @@ def no_overhead(monkeypatch):
     monkeypatch.setattr("hf_offload.planning.step_time.Overhead.seconds", lambda overhead: 0.0)
 
 
-class SlowClock:
+class SlowClock(StepClock):
     """By which each step takes longer than all before it."""
 
-    def __init__(self):
-        self.now_s = 1e6
+    _slower = 1e6
 
-    def perf_counter(self):
-        self.now_s *= 2
-        return self.now_s
+    def stop(self):
+        timed = super().stop()
+        self._slower *= 2
+        return timed and tuple(self._slower * seconds for seconds in timed)
 
 
 @pytest.mark.parametrize(("steps", "corrected"), [(4, 0), (20, 2)])
 def test_a_prediction_is_corrected_after_three_steps_and_then_ever_more_rarely(
     steps, corrected, tmp_path, caplog, monkeypatch, no_overhead
 ):
-    monkeypatch.setattr("hf_offload.planning.step_time.time", SlowClock())
+    monkeypatch.setattr("hf_offload.planning.automatic.StepClock", SlowClock)
     fixed, activations = live_peaks("gpt2")
     with caplog.at_level(logging.INFO, "hf_offload"):
         # A trial of recompute would be another plan, where the compute of this machine is as slow as its drive.
@@ -290,12 +291,13 @@ class GivenClock:
 
 def test_the_clock_of_a_step_stops_with_the_optimizer(monkeypatch):
     """Evaluation, saving and what else comes before the step is said to have ended are no part of its time."""
-    monkeypatch.setattr("hf_offload.planning.step_time.time", SlowClock())
+    readings = iter([2e6, 4e6])
+    monkeypatch.setattr("hf_offload.planning.step_time.time", SimpleNamespace(perf_counter=lambda: next(readings)))
     waited_s = iter([1.0, 2.0])
     clock = StepClock(lambda: next(waited_s))
     assert clock.start()
     clock.mark_end()
-    assert clock.stop() == (2e6, 2e6 - 1)  # from 2e6 to 4e6
+    assert clock.stop() == (2e6, 2e6 - 1)
     assert clock.stop() is None
 
 
