@@ -246,7 +246,7 @@ class OffloadSession:
         """
         if not torch.is_grad_enabled():
             if self._automatic is not None:
-                self._automatic.begin_evaluation(args, kwargs, compiled)
+                self._automatic.begin_evaluation()
             return
         self.end_pending_step()
         if self.must_stop:
@@ -261,8 +261,8 @@ class OffloadSession:
 
     def end_forward(self) -> None:
         """The model's forward has ended, in this thread."""
-        if self._automatic is not None:
-            (self._automatic.end_forward if torch.is_grad_enabled() else self._automatic.end_evaluation)()
+        if self._automatic is not None and torch.is_grad_enabled():
+            self._automatic.end_forward()
 
     @property
     def plan(self) -> Plan:
@@ -285,13 +285,6 @@ class OffloadSession:
         the first one.
         """
         return None if self._automatic is None else self._automatic.most_measured_bytes
-
-    @property
-    def most_evaluated_bytes(self) -> int | None:
-        """With tier ``auto``: the highest measured peak of evaluation and generation, which are forwards without gradients
-        outside of a micro-batch; None before the first one. Plans are made for training alone.
-        """
-        return None if self._automatic is None else self._automatic.most_evaluated_bytes
 
     @property
     def tiled(self) -> list[str]:

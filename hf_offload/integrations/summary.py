@@ -59,7 +59,7 @@ def summary_lines(session: OffloadSession, together: bool = True) -> list[str]:
     if session.streams_optimizer:
         lines.append(_state(session, together))
     if session.forecast is not None:
-        lines.append(_compared(session.forecast, session.most_measured_bytes, session.most_evaluated_bytes))
+        lines.append(_compared(session.forecast, session.most_measured_bytes))
     mine = session.written()
     return lines + _worn(session.ranks.gather(mine) if together else [mine], session.config.drive_endurance_bytes)
 
@@ -144,8 +144,8 @@ def _moved(everyone: list[StepStats], steps: int) -> str:
     )
 
 
-def _compared(forecast: Prediction, most: int | None, evaluated: int | None) -> str:
-    """Predicted and measured peak and step time of the plan, and the highest peaks of the run and of evaluation."""
+def _compared(forecast: Prediction, most: int | None) -> str:
+    """Predicted and measured peak and step time of the plan, and the highest peak of the run."""
     peak, steps = forecast.measured_peak_bytes, forecast.measured_step_s
     measured_peak = "was not measured" if peak is None else f"measured {format_bytes(peak)}"
     measured_step = f"measured {statistics.median(steps):.2f} s" if steps else "not measured"
@@ -153,5 +153,4 @@ def _compared(forecast: Prediction, most: int | None, evaluated: int | None) -> 
         f"Plan: peak predicted {format_bytes(forecast.peak_bytes)}, {measured_peak}; "
         f"step predicted {forecast.step_s:.2f} s, {measured_step}."
         f"{'' if most is None else f' Highest measured peak of the run: {format_bytes(most)}.'}"
-        f"{'' if evaluated is None else f' Of evaluation: {format_bytes(evaluated)}.'}"
     )

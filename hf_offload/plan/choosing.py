@@ -6,16 +6,15 @@ this order, they are solved until none that is left can be faster.
 
 import dataclasses
 import functools
-import heapq
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.problem import Problem, Solution, make_problem, smallest_budget
 from hf_offload.plan.rules import WIDTHS
-from hf_offload.plan.search import can_fit, smallest, solve
+from hf_offload.plan.search import smallest, solve
 from hf_offload.plan.state_placement import (
     IN_MEMORY,
     Allowed,
@@ -28,8 +27,7 @@ from hf_offload.plan.state_placement import (
 from hf_offload.plan.state_transfers import place_state
 
 _SOLVED = 4
-_SOLVED_PARTLY = 3
-"""The same of places where a part of the state stays."""
+"""Places of weights and state for which activations are placed, too: the fastest ones that anything fits into."""
 _GAIN = 1.05
 """What is no faster than this is not worth another place of weights and state in a run."""
 _LIKELY = 4
@@ -92,7 +90,11 @@ def choose(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed:
     if hardware.repeats_elementwise and not everything_stays(footprint, hardware, budget_bytes, allowed):
         steps.reverse()
     found = (_choose_with(width, step, hardware, budget_bytes, allowed) for step in steps for width in WIDTHS)
-    return next((one.named for one in found if one is not None), None)
+    best = next((one.named for one in found if one is not None), None)
+    if best is None:
+        least = least_memory(footprint, hardware, budget_bytes, allowed)
+        best = least if least.problem.fits(least.solution) else None
+    return best
 
 
 def _steps(footprint: Footprint) -> list[Footprint]:
@@ -120,7 +122,7 @@ def _choose_with(
         if not placement.moves and way.problem.fits(way.problem.kept):
             return Choice(placement, way.problem, way.problem.kept)
         found.append(way)
-    best = _fastest(found) or _smallest(found)
+    best = _fastest(found)
     if best is not None and allowed.now is not None and allowed.is_measured and best.state_placement != allowed.now:
         present = _fastest(way for way in found if way.state_placement == allowed.now)
         if present is not None and present.step_s <= _GAIN * best.step_s:
@@ -136,57 +138,29 @@ class _Way:
     problem: Problem
 
     @functools.cached_property
-    def least_s(self) -> float:
-        """What a step takes at least, without playing it: all compute, and all loads."""
-        footprint, channels = self.problem.footprint, self.problem.channels
-        loads = (nbytes / channels[tier].load_bytes_per_s for tier, nbytes in moved_bytes(footprint)[1].items())
-        return max([footprint.step_s, *loads])
-
-    @functools.cached_property
-    def costs(self) -> tuple[int, int]:
-        """Of ways that are as fast, one that writes less to drives comes first, and one that leaves more memory."""
+    def order(self) -> tuple[float, int, int]:
+        """The time of a step in which all activations stay; of ways that are as fast, one that writes less to drives comes
+        first, and one that leaves more memory.
+        """
         footprint = self.problem.footprint
-        return moved_bytes(footprint)[0].get("ssd", 0), footprint.base_bytes
+        kept_s = round(self.problem.kept.timeline.step_s, 4)
+        return kept_s, moved_bytes(footprint)[0].get("ssd", 0), footprint.base_bytes
 
 
 def _fastest(found: Iterable[_Way]) -> Choice | None:
     best: Choice | None = None
-    left = {False: _SOLVED, True: _SOLVED_PARTLY}
-    for way in _by_time(found):
-        problem, part_stays = way.problem, bool(way.state_placement.staying)
-        if best is not None and problem.kept.timeline.step_s >= best.step_s:
+    left = _SOLVED
+    for way in sorted(found, key=lambda one: one.order):
+        problem = way.problem
+        if not left or (best is not None and problem.kept.timeline.step_s >= best.step_s):
             break
         if problem.fits(problem.kept):
             return Choice(way.state_placement, problem, problem.kept)
-        if left[part_stays]:
-            solution = solve(problem) if best is None else solve(problem, best.step_s)
-            left[part_stays] -= solution is not None
-            if solution is not None and (best is None or solution.timeline.step_s < best.step_s):
-                best = Choice(way.state_placement, problem, solution)
+        solution = solve(problem) if best is None else solve(problem, best.step_s)
+        left -= solution is not None
+        if solution is not None and (best is None or solution.timeline.step_s < best.step_s):
+            best = Choice(way.state_placement, problem, solution)
     return best
-
-
-def _smallest(found: Sequence[_Way]) -> Choice | None:
-    """Of the way that takes the least, what needs the least memory, if that fits."""
-    way = min(found, key=lambda one: one.problem.least_bytes, default=None)
-    if way is None:
-        return None
-    solution = smallest(way.problem)
-    return Choice(way.state_placement, way.problem, solution) if way.problem.fits(solution) else None
-
-
-def _by_time(found: Iterable[_Way]) -> Iterator[_Way]:
-    """From the fastest step in which all activations stay to the slowest."""
-    # Played are those alone whose turn it is.
-    coming = [(way.least_s, way.costs, number, False, way) for number, way in enumerate(found)]
-    heapq.heapify(coming)
-    while coming:
-        least_s, costs, number, is_played, way = heapq.heappop(coming)
-        if is_played:
-            yield way
-        else:
-            kept_s = max(least_s, round(way.problem.kept.timeline.step_s, 4))
-            heapq.heappush(coming, (kept_s, costs, number, True, way))
 
 
 def least_memory(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> Choice:
@@ -211,20 +185,8 @@ def least_memory(footprint: Footprint, hardware: Hardware, budget_bytes: int, al
 
 def can_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> bool:
     """Whether anything fits."""
-    return any(_can_hold(step, hardware, budget_bytes, allowed) for step in _steps(footprint))
-
-
-def _can_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> bool:
-    problems = (
-        problem_of(footprint, hardware, budget_bytes, placement, allowed)
-        for placement in state_placements(footprint, hardware, allowed)
-    )
-    possible = (one for one in problems if one.may_fit)
-    first = next(possible, None)
-    if first is None:
-        return False
-    # Mostly the first one does, and no other place has to be looked at.
-    return can_fit(first) or can_fit(min((first, *possible), key=lambda one: one.least_bytes))
+    least = least_memory(footprint, hardware, budget_bytes, allowed)
+    return least.problem.fits(least.solution)
 
 
 def frontier(footprint: Footprint, hardware: Hardware, allowed: Allowed, points: int) -> list[tuple[int, Choice]]:

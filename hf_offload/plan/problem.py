@@ -205,7 +205,6 @@ def plan_of(problem: Problem, solution: Solution, like: Plan, reason: str) -> Pl
     return dataclasses.replace(
         like,
         placements={unit: one for unit, one in solution.placements.items() if saved[unit] or one.recomputes},
-        elementwise=problem.footprint.is_reduced,
         read_ahead_bytes=solution.windows.read_ahead_bytes,
         write_behind_bytes=solution.windows.write_behind_bytes,
         keeping=_keeping(problem, solution),

@@ -97,27 +97,16 @@ def smallest(problem: Problem) -> Solution:
     return min(_within_room(problem), key=lambda one: (*_size(problem, one), one.timeline.step_s))
 
 
-def can_fit(problem: Problem) -> bool:
-    """``problem.fits(smallest(problem))``, but without looking further once something fits."""
-    if problem.least_bytes > problem.limit_bytes:
-        return False
-    return any(problem.fits(solution) for solution in _within_room(problem, problem.is_within_memory))
-
-
 def _size(problem: Problem, solution: Solution) -> tuple[bool, int]:
     return not problem.has_room(solution), solution.timeline.must_fit_bytes
 
 
-def _within_room(problem: Problem, may_fit: Callable[[Solution], bool] = lambda every: True) -> Iterator[Solution]:
-    """Every unit placed alike, or as many of the first ones as the tier has room for, in each way and with all windows; of
-    those alone that ``may_fit`` with all units placed so.
-    """
+def _within_room(problem: Problem) -> Iterator[Solution]:
+    """Every unit placed alike, or as many of the first ones as the tier has room for, in each way and with all windows."""
     choices = Choices(problem)
     for placement in choices.options:
         for windows in reversed(_windows_for(problem, placement)):
             every = problem.play(choices.uniform(placement), windows)
-            if not may_fit(every):
-                break  # wider windows take more
             yield every if problem.has_room(every) else _as_many_as_fit(problem, choices, placement, windows)
 
 

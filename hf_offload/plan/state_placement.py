@@ -79,7 +79,6 @@ class Allowed:
         snapshots_of_trained: Whether they leave out what is not trained.
         is_measured: Whether a measured step had a part in where they are ``now``: if not, a plan is not bound to it.
         must_stay: Whether they are to be where they are ``now``.
-        refused: Places that a measured step has shown to leave too little memory: none that has no less in memory is tried.
     """
 
     state: str = "auto"
@@ -93,7 +92,6 @@ class Allowed:
     snapshots_of_trained: bool = False
     is_measured: bool = True
     must_stay: bool = False
-    refused: frozenset[StatePlacement] = frozenset()
 
 
 def staying_weights(footprint: Footprint, placement: StatePlacement) -> int:
@@ -196,23 +194,6 @@ def state_placements(
     """What may be where: as it is, and then the others, everything in memory first if that is allowed. ``width``: of the
     windows of gradients and state in these.
     """
-    for found in _all_placements(footprint, hardware, allowed, width):
-        if found == allowed.now or not any(_leaves_no_more(footprint, found, one) for one in allowed.refused):
-            yield found
-
-
-def _leaves_no_more(footprint: Footprint, placement: StatePlacement, other: StatePlacement) -> bool:
-    """Whether all that is in memory in ``other`` is so in ``placement``."""
-    state = placement.state is None or (other.state is not None and placement.staying >= other.staying)
-    return state and _weights_there(footprint, placement) >= _weights_there(footprint, other)
-
-
-def _weights_there(footprint: Footprint, placement: StatePlacement) -> int:
-    total = sum(one.weight_bytes for one in footprint.weights.values())
-    return total if placement.weights is None else min(total, placement.weights_bytes)
-
-
-def _all_placements(footprint: Footprint, hardware: Hardware, allowed: Allowed, width: int) -> Iterator[StatePlacement]:
     total = sum(one.weight_bytes for one in footprint.weights.values())
     least = min(least_weights(footprint), total)
     trained = sum(one.trained_bytes for one in footprint.weights.values())

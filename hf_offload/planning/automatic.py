@@ -32,7 +32,6 @@ from hf_offload.planning.state_bytes import OptimizerState
 from hf_offload.planning.step_time import Overhead, StepClock
 from hf_offload.ranks import Ranks
 from hf_offload.settings.schema import OffloadConfig
-from hf_offload.settings.sizes import format_bytes
 from hf_offload.transforms.rematerialization.apply import ElementwiseBlocks
 
 _SAFE_WINDOW_SHARE = 1 / 16
@@ -52,7 +51,6 @@ class AutomaticPlan:
         hardware: What it runs on.
         plan: The present one: ``safest`` until a step has been measured.
         most_measured_bytes: The highest peak of all steps that were measured; None before the first one.
-        most_evaluated_bytes: The same of evaluation: forwards without gradients outside of a micro-batch.
     """
 
     def __init__(
@@ -97,15 +95,12 @@ class AutomaticPlan:
             may_reduce=lambda: elementwise is not None and all(ranks.gather(elementwise.possible)),
         )
         self._meter: StepMeter | None = None
-        self._evaluating: StepMeter | None = None
-        self._evaluated_elements = 0
         self._over_budget = OverBudget(self._decisions.budget_bytes)
         self._forward = OneForward()
         self._micro_batches: list[MicroBatch] = []  # of the running step
         self._clock = StepClock(overhead.seconds)
         self._state = OptimizerState(model, self._clock.mark_end)
         self.most_measured_bytes: int | None = None
-        self.most_evaluated_bytes: int | None = None
 
     @property
     def planned(self) -> ShapePlan | None:
@@ -144,7 +139,6 @@ class AutomaticPlan:
             if not self._decisions.allow_threads():
                 raise self._forward.refusal()
             return
-        self.end_evaluation()  # of one that Ctrl-C has ended
         is_broken_off = self._forward.begin() or (self._meter is not None and self._meter.is_broken_off)
         if any(self._ranks.gather(is_broken_off)):
             self._give_step_up()
@@ -184,57 +178,18 @@ class AutomaticPlan:
         """Count the state of ``optimizer``, whenever it comes. Other optimizers are seen in steps that are measured."""
         self._state.watch(optimizer)
 
-    def begin_evaluation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool) -> None:
-        """A forward of the whole model without gradients begins. It is measured for its figure if it is larger than those
-        before: twice as large, for generation has a longer row each time.
+    def begin_evaluation(self) -> None:
+        """A forward of the whole model without gradients begins: it is no part of a step that is measured, unless the
+        backward of its micro-batch is still to come.
         """
-        if compiled:
-            return
-        self.end_evaluation()
-        if self._forward.is_running or self._decisions.is_unplanned():
-            return  # it is a part of that one, or nothing is measured
-        if self._meter is not None:
-            self._meter.begin_evaluation(tensors_in((args, dict(kwargs))))
-            return
-        elements = sum(tensor.numel() for tensor in tensors_in((args, dict(kwargs))))
-        if elements < 2 * self._evaluated_elements or self._engine.awaits_backward or not StepMeter.can_begin():
-            return
-        self._evaluated_elements = max(1, elements)
-        model = self._model()
-        assert model is not None, "a forward has a model"
-        with signals_deferred:
-            self._evaluating = self._begin_measuring(model)
-            self._evaluating.begin_evaluation(tensors_in((args, dict(kwargs))))
-
-    def end_evaluation(self) -> None:
-        """A forward without gradients has ended."""
-        with signals_deferred:
-            meter, self._evaluating = self._evaluating, None
-            if meter is not None:
-                meter.end()
-                self._note_evaluation(meter.evaluated_bytes)
+        if self._meter is not None and not self._forward.is_running:
+            self._meter.begin_evaluation()
 
     def _begin_measuring(self, model: nn.Module) -> StepMeter:
         resident_bytes, waited_s, state = self._engine.resident_bytes, self._overhead.seconds, self._state
-        meter = StepMeter(model, resident_bytes, waited_s, state.nbytes, state.elsewhere, state.note)
+        meter = StepMeter(model, resident_bytes, waited_s, state.nbytes, state.note)
         meter.begin(self._engine.resident_storages())
         return meter
-
-    def _note_evaluation(self, found: int | None) -> None:
-        if found is None:
-            return
-        budget, before = self._decisions.budget_bytes, self.most_evaluated_bytes or 0
-        self.most_evaluated_bytes = max(before, found)
-        if before <= budget < found:
-            say(
-                self._ranks,
-                logging.WARNING,
-                "Evaluation took %s, %s more than the budget of %s: plans are made for training alone. Smaller evaluation "
-                "batches take less.",
-                format_bytes(found),
-                format_bytes(found - budget),
-                format_bytes(budget),
-            )
 
     def end_step(self) -> None:
         """A training step has ended.
@@ -279,16 +234,14 @@ class AutomaticPlan:
 
     def close(self) -> None:
         """Stop observing, whatever happened, and remove everything from the model."""
-        self.end_evaluation()
         self._stop_measuring()
         self._state.close()
         self._recompute.remove()
 
     def leave_thread(self) -> None:
         """The model has gone in the middle of whatever this thread does: stop looking at it. Takes no lock."""
-        for meter in (self._meter, self._evaluating):
-            if meter is not None:
-                meter.leave()
+        if self._meter is not None:
+            self._meter.leave()
 
     def _stop_measuring(self) -> StepMeter | None:
         with signals_deferred:
@@ -296,7 +249,6 @@ class AutomaticPlan:
             if meter is not None:
                 meter.end()
                 self._engine.observer = None
-                self._note_evaluation(meter.evaluated_bytes)
             return meter
 
     def _peaks(self, meter: StepMeter | None) -> Sequence[int]:
@@ -316,9 +268,7 @@ class AutomaticPlan:
         evaluated = {one for one, (_, has_backward) in enumerate(found) if one in measured and not any(has_backward)}
         self._micro_batches = [one for one in self._micro_batches if one.metered not in evaluated]
         for number, peak in enumerate(peaks):
-            if number in evaluated:
-                self._note_evaluation(peak)
-            else:
+            if number not in evaluated:
                 self.most_measured_bytes = max(self.most_measured_bytes or 0, peak)
         return peaks
 

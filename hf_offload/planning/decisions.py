@@ -37,11 +37,11 @@ class Decisions:
     plan is measured, too: a peak over the budget is planned again with as much less. Where steps take longer or shorter than
     predicted, what was measured is planned again at their pace and with the rates that tiers have reached. Weights and state
     of the ``model_state`` are where the plan of the micro-batch that needs most has them, and others are planned around that;
-    where a plan moves them, the next step is measured. Where anything has to leave, another step is measured with recompute
-    of elementwise operations, on machines on which that pays, and on all where nothing fits otherwise. Where no plan fits,
-    ``on_infeasible`` is called to change the model so that it needs less; if it has, the next step is measured, too. If it
-    has not, the run ends with an error, unless a whole step has had plans before: then what does not fit runs under the plan
-    that needs the least memory, with a warning.
+    where a plan moves them, the next step is measured. Where anything has to leave, elementwise operations are recomputed
+    from then on, on machines on which that pays, and on all where nothing fits otherwise: the next step is measured. Where no
+    plan fits, ``on_infeasible`` is called to change the model so that it needs less; if it has, the next step is measured,
+    too. If it has not, the run ends with an error, unless a whole step has had plans before: then what does not fit runs
+    under the plan that needs the least memory, with a warning.
 
     Plans are made for one forward at a time, whose graph is walked once. Where a step shows something else, everything moves
     from then on.
@@ -111,13 +111,11 @@ class Decisions:
         self._repeated = self._repeated + 1 if shape == self._last else 1
         self._last = shape
         plan = self._shapes.plan_for(shape)
-        if plan is not None:
-            plan = self._with_all_state(plan, max(all_state_bytes))
+        if plan is not None and max(all_state_bytes) > plan.footprint.state_bytes:
+            # An optimizer has begun to step since, or holds more.
+            self._shapes.outgrown(plan)
+            plan = None
         lasting = self._repeated >= _LASTING and plan is not None and not plan.is_for(shape)
-        reduced = self._shapes.reduced_windows(shape)
-        if reduced is not None:
-            self._measure(dataclasses.replace(moving_all(self._safest, reduced), elementwise=True))
-            return MicroBatch(shape, None, is_measured=True, is_reduced=True)
         if plan is None or lasting or self._shapes.is_wanted(shape):
             windows = self._make_room(shape) if plan is None else windows_to_move_all(plan.problem, self._safest)
             if plan is None or windows is not None:
@@ -157,23 +155,6 @@ class Decisions:
             micro_batch.plan = plan
             self._apply_plan(plan)
 
-    def _with_all_state(self, plan: ShapePlan, state_bytes: int) -> ShapePlan | None:
-        """``plan``, renewed where optimizers hold more by now than it was made for; None if that does not fit."""
-        more = state_bytes - plan.footprint.state_bytes
-        if more <= 0:
-            return plan
-        self._shapes.outgrown(plan)
-        try:
-            other = self._maker.make_with_more_state(plan, more)
-        except OffloadPlanError:
-            return None  # it is measured
-        if other is None:
-            return None
-        self._log(logging.INFO, "Optimizer state has grown by %s: planning again.", format_bytes(more))
-        self._shapes.planned(other)
-        self._adopt(other)
-        return other
-
     def _measure(self, plan: Plan) -> None:
         self._shapes.in_force = None
         self._set_plan(plan)
@@ -184,8 +165,8 @@ class Decisions:
             self._set_plan(self._safest if plan is None else plan.plan_like(self._safest))
 
     def _set_plan(self, plan: Plan) -> None:
-        self._present = plan
-        self._apply(plan)
+        self._present = dataclasses.replace(plan, elementwise=self._maker.recomputes_elementwise)
+        self._apply(self._present)
 
     # -- steps that no plan is made for -------------------------------------------------------------------------------
 
@@ -225,7 +206,7 @@ class Decisions:
                 f"{why}: such steps are not planned, and everything moves to drives, however much max_step_write_bytes of "
                 f"{format_bytes(limit)} allows. Drop that setting, or name tier='none' for a run that fits."
             )
-        self._is_unplanned = True
+        self._is_unplanned, self._maker.recomputes_elementwise = True, False
         self._shapes.forget()
         self._log(
             logging.WARNING,
@@ -327,20 +308,14 @@ class Decisions:
         taken = self._pace.take()
         if taken is None:
             return
-        ratio, pace, looks = taken
-        if looks:
-            predicted = main.prediction.step_s
-            self._log(logging.INFO, "Steps take %.2f s instead of the predicted %.2f s.", ratio * predicted, predicted)
+        ratio, pace = taken
+        predicted = main.prediction.step_s
+        self._log(logging.INFO, "Steps take %.2f s instead of the predicted %.2f s.", ratio * predicted, predicted)
         for one in _each(plans):
             one.pace = pace
-            if not looks:
-                one.follow_pace(self._maker.terms)
-                continue
             self._correct(one, one.prediction.measured_peak_bytes or 0)
             if self._shapes.latest is None:
                 return  # weights or state were moved
-        if not looks:
-            main.prediction.step_s = _predicted_s(plans, main)
 
     def _adopt(self, plan: ShapePlan) -> None:
         """Let the plan be that of its shape, from the next forward on."""

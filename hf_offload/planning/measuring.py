@@ -1,7 +1,7 @@
 """Measuring a footprint: one real training step, observed while the engine offloads."""
 
 import dataclasses
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from hf_offload.engine.record import Record
 from hf_offload.plan.footprint import Footprint, Segment
 from hf_offload.planning.recorder import StepRecorder
 from hf_offload.planning.saved_times import MeasuredMicroBatch, SavedTimes, SmallSaved
-from hf_offload.planning.state_bytes import is_elsewhere, missing_state, state_of
+from hf_offload.planning.state_bytes import missing_state, own_ids, state_of, trains_any
 from hf_offload.planning.step_time import ComputeClock
 from hf_offload.state.gradients import has_gradient
 from hf_offload.state.registry import observers, parked_of
@@ -26,8 +26,8 @@ class StepMeter(StepRecorder):
     """Observes one step of a training that offloads, each of its micro-batches for itself.
 
     ``resident_bytes`` says how many bytes of saved tensors the engine holds in memory, ``waited_s`` how long it has kept the
-    training waiting in all: neither is the model's doing. ``state_bytes`` says how many the optimizers hold, ``elsewhere``
-    which weights are another session's, by their ids. ``on_step`` is called after each step of an optimizer.
+    training waiting in all: neither is the model's doing. ``state_bytes`` says how many the optimizers hold. ``on_step`` is
+    called after each step of an optimizer.
 
     A step ends with the last optimizer's step: what follows before the next forward with gradients is not part of it. Nor is
     evaluation, a forward without gradients while no backward is awaited, and what follows it until training goes on.
@@ -35,7 +35,6 @@ class StepMeter(StepRecorder):
     Attributes:
         is_shared: Whether another thread ran a part of it, of whose operations nothing is known.
         measured: The micro-batches that have ended.
-        evaluated_bytes: Once measuring has ended: most bytes of tensors alive at once in evaluation, None without any.
     """
 
     def __init__(
@@ -44,13 +43,11 @@ class StepMeter(StepRecorder):
         resident_bytes: Callable[[], int],
         waited_s: Callable[[], float],
         state_bytes: Callable[[], int],
-        elsewhere: Callable[[], Container[int]] = frozenset,
         on_step: Callable[[torch.optim.Optimizer], None] | None = None,
     ):
         super().__init__(model)
         self._resident_bytes = resident_bytes
         self._find_state_bytes = state_bytes
-        self._find_elsewhere = elsewhere
         self._on_step = on_step
         self._state_bytes = self._state_before = 0
         self._optimizer_live = 0  # at most while an optimizer steps, behind backward
@@ -65,8 +62,6 @@ class StepMeter(StepRecorder):
         self._missing_state_bytes: dict[int, int] = {}  # by optimizer's id
         self.measured: list[MeasuredMicroBatch] = []
         self._is_paused = False
-        self._evaluated_live: int | None = None
-        self.evaluated_bytes: int | None = None
         self._begun = self._accumulates = False
         self._on_stack = self.is_shared = False
         self._walk = -1  # autograd's number of the latest backward
@@ -103,8 +98,6 @@ class StepMeter(StepRecorder):
                 self.end_segment()
             self._close_micro_batch()
             self._state_bytes = self._find_state_bytes()
-            if self._evaluated_live is not None:
-                self.evaluated_bytes = self._base_bytes() + self._evaluated_live
 
     def leave(self) -> None:
         """Take the mode off this thread's stack if it is on top of it. For a model that has gone: takes no lock, and may be
@@ -149,15 +142,12 @@ class StepMeter(StepRecorder):
             if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device == self._device:
                 self.see(tensor.untyped_storage())
 
-    def begin_evaluation(self, inputs: Iterable[torch.Tensor]) -> None:
+    def begin_evaluation(self) -> None:
         """A forward without gradients begins. What comes is not part of the step until training goes on, unless the backward
         of this micro-batch is still to come: the forward may be of a reference that its loss is compared with.
         """
-        if self._begun and not self._has_backward:
-            return
-        self._pause()
-        self._see_inputs(inputs)
-        self._evaluated_live = max(self._evaluated_live or 0, self._live)
+        if not self._begun or self._has_backward:
+            self._pause()
 
     def _pause(self) -> None:
         if not self._is_paused:
@@ -283,8 +273,6 @@ class StepMeter(StepRecorder):
     def _reach(self, needed: int, elsewhere: int, spared: int = 0) -> None:
         if not self._is_paused:
             super()._reach(needed, elsewhere, spared)
-        elif self._evaluated_live is not None:
-            self._evaluated_live = max(self._evaluated_live, needed)
 
     def end_segment(self) -> int:
         if self._is_paused:
@@ -312,7 +300,7 @@ class StepMeter(StepRecorder):
             return
         for state in state_of(optimizer):
             self.know(state.untyped_storage())  # it was there before
-        if is_elsewhere(optimizer, self._find_elsewhere()):
+        if not trains_any(optimizer, own_ids(self.model)):
             return  # this step goes on
         self._resume()
         self._back = self._see_gradients() > 0 or self._back
@@ -326,8 +314,8 @@ class StepMeter(StepRecorder):
         if self._on_step is not None:
             self._on_step(optimizer)
         self._clean_up()
-        elsewhere = self._find_elsewhere()
-        if is_elsewhere(optimizer, elsewhere):
+        own = own_ids(self.model)
+        if not trains_any(optimizer, own):
             for state in state_of(optimizer):
                 self.forget(state.untyped_storage())
             return
@@ -344,7 +332,7 @@ class StepMeter(StepRecorder):
                 self._optimizer_live = max(self._optimizer_live, live + needed)
                 self.peak_live_bytes = peak
         self._optimizing = True
-        self._missing_state_bytes[id(optimizer)] = missing_state(optimizer, elsewhere)
+        self._missing_state_bytes[id(optimizer)] = missing_state(optimizer, own)
         for state in state_of(optimizer):
             self.forget(state.untyped_storage())  # what has come is counted as state from now on
         self._most = self._most_measured = self._live - self.elsewhere()

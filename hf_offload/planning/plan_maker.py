@@ -12,7 +12,7 @@ from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
 from hf_offload.plan.plan import Plan
-from hf_offload.plan.state_placement import Allowed, StatePlacement
+from hf_offload.plan.state_placement import Allowed
 from hf_offload.plan.timeline import Windows
 from hf_offload.planning.batch_shape import BatchShape
 from hf_offload.planning.measuring import StepMeter
@@ -22,7 +22,6 @@ from hf_offload.planning.shape_plan import (
     Terms,
     planned,
     planned_over_budget,
-    planned_with_more_state,
     repeats_elementwise,
     say,
     windows_to_move_all,
@@ -43,14 +42,12 @@ class MicroBatch:
     Attributes:
         plan: What it runs under; None where everything moves.
         is_measured: Whether it is.
-        is_reduced: Whether it recomputes elementwise operations for that.
         metered: Which of the meter's it is.
     """
 
     shape: BatchShape
     plan: ShapePlan | None
     is_measured: bool = False
-    is_reduced: bool = False
     metered: int | None = None
 
 
@@ -64,6 +61,7 @@ class PlanMaker:
             has them.
         has_planned: Whether a whole step has had plans.
         windows: Of the next step that is measured, where nothing is known; None for those of the first step.
+        recomputes_elementwise: Whether all blocks recompute their elementwise operations.
     """
 
     def __init__(
@@ -91,9 +89,8 @@ class PlanMaker:
         self._may_reduce = may_reduce  # whether any block has elementwise operations that it may recompute
         self._ranks = ranks
         self._changes = 0
-        self._refused_places: set[StatePlacement] = set()
         self._refusals: dict[BatchShape, OffloadPlanError] = {}  # before there was a plan
-        self.has_planned = self._has_warned = False
+        self.has_planned = self._has_warned = self.recomputes_elementwise = False
         self.most_demanding: BatchShape | None = None
         self.windows: Windows | None = None
 
@@ -125,10 +122,10 @@ class PlanMaker:
 
     @property
     def _allowed(self) -> Allowed:
-        """What a plan may do with them: once they have been moved several times, nothing any more, but let state stay again
-        that has left for a step.
+        """What a plan may do with them: once they have been moved several times, or a step did not fit, nothing any more, but
+        let state stay again that has left for a step.
         """
-        allowed = dataclasses.replace(self._state.allowed, refused=frozenset(self._refused_places))
+        allowed = self._state.allowed
         if self._changes < _MOST_CHANGES:
             return allowed
         return dataclasses.replace(
@@ -140,7 +137,7 @@ class PlanMaker:
         before = self._state.state_placement
         has_changed = any(self._ranks.gather(self._on_infeasible()))
         if self._state.state_placement != before:
-            self._refused_places.add(before)  # nothing goes back there
+            self._changes = _MOST_CHANGES  # nothing goes back to where it did not fit
         return has_changed
 
     # -- plans of measured steps --------------------------------------------------------------------------------------
@@ -149,11 +146,11 @@ class PlanMaker:
         """What was measured of a micro-batch, of the process that saved the most."""
         assert micro_batch.metered is not None, "it was measured"
         found = self._ranks.largest(meter.footprint(micro_batch.metered), lambda one: sum(one.saved_bytes.values()))
-        return self._state.with_weights(self._model, dataclasses.replace(found, is_reduced=micro_batch.is_reduced))
+        return self._state.with_weights(self._model, dataclasses.replace(found, is_reduced=self.recomputes_elementwise))
 
     def make(self, micro_batches: Mapping[BatchShape, MicroBatch], meter: StepMeter) -> list[ShapePlan]:
-        """Plans for measured micro-batches. None where weights or state were moved, or the model changed: the next step is
-        measured then. Where one begins as another, one plan is enough for both.
+        """Plans for measured micro-batches. None where there is something else in memory now: the next step is measured then.
+        Where one begins as another, one plan is enough for both.
 
         Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small for the first plan of the run.
         """
@@ -205,43 +202,37 @@ class PlanMaker:
         return True
 
     def _make_one(self, shape: BatchShape, footprint: Footprint) -> tuple[ShapePlan | None, bool]:
-        """The plan for a micro-batch that was measured, None if it has to be measured again; and whether weights or state
-        were moved.
+        """The plan for a micro-batch that was measured, or None; and whether there is something else in memory now, so that
+        it has to be measured again.
         """
         may_decide = self.may_decide(shape)
         if may_decide:
             self.most_demanding = shape
-        if repeats_elementwise(footprint, self.terms) and self._measure_reduced(shape, footprint, within_room=True):
-            return None, False
+        if repeats_elementwise(footprint, self.terms) and self._reduce(footprint, within_room=True):
+            return None, True
         if not may_decide:
             with contextlib.suppress(OffloadPlanError):
                 return self._in_place(lambda: planned(shape, footprint, self.terms_for(shape)))
         try:
             return self._in_place(lambda: planned(shape, footprint, self.terms))
         except OffloadPlanError:
-            if not footprint.is_reduced and self._measure_reduced(shape, footprint, within_room=False):
-                return None, False
+            if self._reduce(footprint, within_room=False):
+                return None, True
             raise
 
-    def _measure_reduced(self, shape: BatchShape, usual: Footprint, *, within_room: bool) -> bool:
-        """Measure the next step of ``shape`` with recompute of elementwise operations; whether that can be done."""
-        if not self._may_reduce():
+    def _reduce(self, usual: Footprint, *, within_room: bool) -> bool:
+        """Recompute elementwise operations from now on; whether that is new, and can be measured within the budget."""
+        if self.recomputes_elementwise or not self._may_reduce():
             return False
         windows = windows_to_reduce(usual, self.terms, self._safest, within_room=within_room)
         if windows is None:
             return False
-        self._shapes.measured(shape, windows)
-        say(self._ranks, logging.INFO, "Measuring a step in which elementwise operations are recomputed.")
+        self.recomputes_elementwise = True
+        self.measure_again("Elementwise operations are recomputed from now on.")
+        self.windows = windows
         return True
 
     # -- plans that are renewed ---------------------------------------------------------------------------------------
-
-    def make_with_more_state(self, plan: ShapePlan, nbytes: int) -> ShapePlan | None:
-        """``plan`` with ``nbytes`` more of optimizer state; None where weights or state were moved for it.
-
-        Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small.
-        """
-        return self._in_place(lambda: planned_with_more_state(plan, nbytes, self.terms_for(plan.shape)))[0]
 
     def correct(self, plan: ShapePlan, peak_bytes: int) -> tuple[ShapePlan | None, bool]:
         """Another plan where that is better by now, if there is one; and whether weights or state were moved for it."""

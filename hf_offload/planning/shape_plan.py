@@ -133,7 +133,7 @@ class ShapePlan:
         Where this one stays, since no other fits or is faster, its prediction is corrected.
         """
         if self.exceeds:
-            self.follow_pace(terms)
+            self._stay(*self._present(terms))
             return None
         # The first step was a cold one: caches, the allocator's heap and page tables have been filled since.
         # And what is looked at is slowed down by looking, so the pace is that of steps that were not.
@@ -160,10 +160,6 @@ class ShapePlan:
             return other
         self._stay(footprint, present, peak)
         return None
-
-    def follow_pace(self, terms: Terms) -> None:
-        """Correct the prediction by the pace of steps and the rates that were reached; the plan stays."""
-        self._stay(*self._present(terms))
 
     def _present(self, terms: Terms) -> tuple[Footprint, Solution, int]:
         """The measured micro-batch at the present pace, and the plan at that pace and at present rates, with its peak."""
@@ -195,18 +191,6 @@ def planned(shape: BatchShape, footprint: Footprint, terms: Terms, *, less: int 
     found = ShapePlan.made_of(shape, footprint, choice, _peak_of(choice.problem, choice.solution) + less)
     found.correction_bytes, found.corrections = less, corrections
     return found
-
-
-def planned_with_more_state(before: ShapePlan, nbytes: int, terms: Terms) -> ShapePlan:
-    """The plan for the same micro-batch, with ``nbytes`` more of optimizer state.
-
-    Raises :class:`~hf_offload.errors.OffloadPlanError` if the budget is too small.
-    """
-    measured = before.footprint
-    footprint = dataclasses.replace(
-        measured, base_bytes=measured.base_bytes + nbytes, state_bytes=measured.state_bytes + nbytes
-    )
-    return planned(before.shape, footprint, terms, less=before.correction_bytes, corrections=before.corrections)
 
 
 def planned_over_budget(shape: BatchShape, footprint: Footprint, terms: Terms) -> ShapePlan:

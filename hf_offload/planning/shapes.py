@@ -8,7 +8,6 @@ from collections.abc import Iterable
 
 from hf_offload.errors import OffloadPlanError
 from hf_offload.plan.problem import smallest_budget
-from hf_offload.plan.timeline import Windows
 from hf_offload.planning.batch_shape import BatchShape
 from hf_offload.planning.shape_plan import ShapePlan
 from hf_offload.settings.sizes import format_bytes
@@ -18,30 +17,25 @@ class Stage(enum.Enum):
     """How far a batch shape has come. Where other weights or state are in memory, every shape is unknown again."""
 
     UNKNOWN = "everything moves in its next step, which is measured"
-    MEASURED = "its next step is measured with recompute of elementwise operations"
     PLANNED = "it has a plan, whose second step is measured"
     CHECKED = "that step was measured"
     CORRECTED = "another plan was made of what steps have shown, whose second step is measured, too"
 
 
 _NEXT = {
-    Stage.UNKNOWN: {Stage.MEASURED, Stage.PLANNED},
-    Stage.MEASURED: {Stage.PLANNED},
-    Stage.PLANNED: {Stage.MEASURED, Stage.PLANNED, Stage.CHECKED, Stage.CORRECTED},
-    Stage.CHECKED: {Stage.MEASURED, Stage.PLANNED, Stage.CORRECTED},
-    Stage.CORRECTED: {Stage.MEASURED, Stage.PLANNED, Stage.CHECKED, Stage.CORRECTED},
+    Stage.UNKNOWN: {Stage.PLANNED},
+    Stage.PLANNED: {Stage.PLANNED, Stage.CHECKED, Stage.CORRECTED},
+    Stage.CHECKED: {Stage.PLANNED, Stage.CORRECTED},
+    Stage.CORRECTED: {Stage.PLANNED, Stage.CHECKED, Stage.CORRECTED},
 }
 
 
 @dataclasses.dataclass
 class _Life:
-    """What is known of one shape: its plan, and the ``windows`` of its next step where that is measured with recompute of
-    elementwise operations.
-    """
+    """What is known of one shape."""
 
     stage: Stage = Stage.UNKNOWN
     plan: ShapePlan | None = None
-    windows: Windows | None = None
 
     def enter(self, stage: Stage) -> None:
         assert stage in _NEXT[self.stage], f"{self.stage.name} does not become {stage.name}"
@@ -101,19 +95,8 @@ class Shapes:
     def drop_wanted(self, shape: BatchShape) -> None:
         """Of shapes that begin so, or as which it begins, none is to be measured any more."""
         for one, life in list(self._lives.items()):
-            if life.stage in (Stage.UNKNOWN, Stage.MEASURED) and (shape.begins(one) or one.begins(shape)):
+            if life.stage is Stage.UNKNOWN and (shape.begins(one) or one.begins(shape)):
                 del self._lives[one]
-
-    def measured(self, shape: BatchShape, windows: Windows) -> None:
-        """It was measured, and is measured once more: with recompute of elementwise operations, and these windows."""
-        life = self._lives.setdefault(shape, _Life())
-        life.enter(Stage.MEASURED)
-        life.windows = windows
-
-    def reduced_windows(self, shape: BatchShape) -> Windows | None:
-        """The windows with which a micro-batch that begins so is measured with that recompute; None if it is not."""
-        due = (life for one, life in self._lives.items() if life.stage is Stage.MEASURED and shape.begins(one))
-        return next((life.windows for life in due), None)
 
     def planned(self, plan: ShapePlan) -> None:
         """Its plan was made of a measured step."""
@@ -138,8 +121,8 @@ class Shapes:
         self._lives[plan.shape].enter(Stage.CHECKED)
 
     def outgrown(self, plan: ShapePlan) -> None:
-        """There is more optimizer state than its plan was made for."""
-        self._lives[plan.shape].plan = None
+        """There is more optimizer state than its plan was made for: its shape is unknown again."""
+        del self._lives[plan.shape]
 
 
 class OverBudget:

@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from hf_offload.plan.footprint import Footprint, Segment, UnitWeights
 from hf_offload.state.optimizer import state_per_weight, streaming_of
 from hf_offload.state.registry import parked_of
-from hf_offload.storage.service import models_in_use
 from hf_offload.structure.units import find_units
 from hf_offload.surgery import InertInCopies
 from hf_offload.tensors import nbytes_of, parameter_count
@@ -134,8 +133,8 @@ def initial_estimate(
 
 
 class OptimizerState:
-    """The state, on the device of ``model``, of the optimizers that step while they are watched, until :meth:`close`. That of
-    weights which are another session's is not part of it. ``on_step`` is called after each of their steps.
+    """The state that optimizers keep of weights of ``model``, on its device, as far as they step while they are watched,
+    until :meth:`close`. ``on_step`` is called after each of their steps.
 
     Momenta come with an optimizer's first step, which may be later than the first step of a run: a gradient scaler leaves
     steps out, a second optimizer begins later.
@@ -169,30 +168,24 @@ class OptimizerState:
         """Bytes that they hold now. Step counters are left out."""
         # By storage, whose object lives as long as it does: an optimizer inside of another one has the same state.
         found: dict[int, int] = {}
-        elsewhere = self.elsewhere()
+        model = self._model()
+        own = frozenset() if model is None else own_ids(model)
         for key, reference in list(self._stepped.items()):
             optimizer = reference()
             if optimizer is None:
                 del self._stepped[key]
                 continue
-            for tensor in state_of(optimizer, elsewhere):
+            for tensor in state_of(optimizer, own):
                 if tensor.dim() > 0 and tensor.device == self._device:
                     found[id(tensor.untyped_storage())] = nbytes_of(tensor)
         return sum(found.values())
-
-    def elsewhere(self) -> frozenset[int]:
-        """Ids of the weights that are another session's, and not this one's."""
-        own = self._model()
-        if own is None:
-            return frozenset()
-        others = {id(p) for model in models_in_use() if model is not own for p in model.parameters()}
-        return frozenset(others.difference(map(id, own.parameters())) if others else ())
 
     def note(self, optimizer: Optimizer) -> None:
         """``optimizer`` has stepped."""
         self.watch(optimizer)
         self._stepped[id(optimizer)] = weakref.ref(optimizer)
-        if not is_elsewhere(optimizer, self.elsewhere()):
+        model = self._model()
+        if model is not None and trains_any(optimizer, own_ids(model)):
             self._on_step()
 
 
@@ -202,34 +195,36 @@ def _note(reference: "weakref.ref[OptimizerState]", optimizer: Optimizer, args: 
         state.note(optimizer)
 
 
-def state_of(optimizer: Optimizer, elsewhere: Container[int] = ()) -> Iterator[torch.Tensor]:
-    """The tensors of its state, also those in lists. Not among them: what is on a tier, sparse ones, and what it keeps of
-    weights with an id in ``elsewhere``.
+def own_ids(model: nn.Module) -> frozenset[int]:
+    """The ids of its weights: an optimizer may train those of several models."""
+    return frozenset(map(id, model.parameters()))
+
+
+def trains_any(optimizer: Optimizer, own: Container[int]) -> bool:
+    """Whether any of its weights has an id in ``own``."""
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+def state_of(optimizer: Optimizer, own: Container[int] | None = None) -> Iterator[torch.Tensor]:
+    """The tensors of its state, also those in lists: of weights with an id in ``own``, or of all. Not among them: what is on
+    a tier, and sparse ones.
     """
-    if is_elsewhere(optimizer, elsewhere):
-        return  # whatever its state is kept under
     for key, value in list(vars(optimizer).get("state", optimizer.state).items()):
-        if id(key) not in elsewhere:
+        if own is None or id(key) in own:
             for leaf in tree_leaves(value):
                 if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and parked_of(leaf) is None:
                     yield leaf
 
 
-def is_elsewhere(optimizer: Optimizer, elsewhere: Container[int]) -> bool:
-    """Whether all of its weights have an id in ``elsewhere``."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return bool(parameters) and all(id(parameter) in elsewhere for parameter in parameters)
-
-
-def missing_state(optimizer: Optimizer, elsewhere: Container[int] = ()) -> int:
-    """Bytes of state that weights which have had no gradient yet will have, by what the others have of it; without those with
-    an id in ``elsewhere``.
+def missing_state(optimizer: Optimizer, own: Container[int]) -> int:
+    """Bytes of state that weights which have had no gradient yet will have, by what the others have of it, among those with
+    an id in ``own``.
     """
     if streaming_of(optimizer) is not None:
         return 0  # it goes to the tier as it comes
     with_state = without = state = 0
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if id(parameter) in elsewhere:
+        if id(parameter) not in own:
             continue
         found = optimizer.state.get(parameter)
         if found:

@@ -149,30 +149,23 @@ class Pace:
         self._latest.append((ratio, pace))
         self._since += 1
 
-    def take(self) -> tuple[float, float, bool] | None:
-        """The ratio and the pace of the latest steps, of which a few may have been slow by chance, and whether to look for
-        another plan; None where they took what is predicted, or compute is not why, and it is too early for another look.
+    def take(self) -> tuple[float, float] | None:
+        """The ratio and the pace of the latest steps, of which a few may have been slow by chance; None where they took what
+        is predicted, and where it is too early for another plan.
         """
-        if len(self._latest) < _TIMED_STEPS:
+        if self._since < self._patience:
             return None
         ratio, pace = map(statistics.median, zip(*self._latest, strict=True))
-        looks = self._since >= self._patience
-        if _agree(ratio) or (not looks and _agree(pace)):
+        if 1 / _OFF <= ratio <= _OFF:
             return None
-        if looks:
-            self._patience *= 2
-            self._since = 0
-        self._latest.clear()
-        return ratio, pace, looks
+        self._patience *= 2
+        self.forget()
+        return ratio, pace
 
     def forget(self) -> None:
         """There is another plan."""
         self._latest.clear()
         self._since = 0
-
-
-def _agree(ratio: float) -> bool:
-    return 1 / _OFF <= ratio <= _OFF
 
 
 class ComputeClock:

@@ -192,8 +192,3 @@ def storage_of(model: Any) -> RunStorage:
 def share_storage(model: Any, storage: RunStorage) -> None:
     """Let ``storage`` be that of the run that trains ``model``: weights are there already."""
     _storages[model] = storage
-
-
-def models_in_use() -> list[Any]:
-    """The models of all runs whose storage is in use."""
-    return [model for model, storage in list(_storages.items()) if storage.members]

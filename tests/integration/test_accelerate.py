@@ -351,13 +351,11 @@ def test_evaluation_between_steps_of_a_loop_is_not_planned_for(tmp_path, machine
 
         found = loop(accelerator, together, after_step=after_step)
         session = session_of(accelerator)
-        return found, session.most_measured_bytes, session.most_evaluated_bytes
+        return found, session.most_measured_bytes
 
-    (expected, without, nothing), (found, during, evaluated) = run(False), run(True)
+    (expected, without), (found, during) = run(False), run(True)
     assert found[0] == expected[0]
     assert all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
-    assert nothing is None
-    assert evaluated > 2 * without
     assert during == pytest.approx(without, rel=0.05)
 
 

@@ -8,13 +8,11 @@ import statistics
 import pytest
 
 from hf_offload.errors import OffloadPlanError
-from hf_offload.plan import problem as problem_module
 from hf_offload.plan.hardware import Measurement, describe_hardware
 from hf_offload.plan.plan import Placement
-from hf_offload.plan.problem import Choices, Problem, smallest_budget
+from hf_offload.plan.problem import Problem, smallest_budget
 from hf_offload.plan.refusal import find_choice
-from hf_offload.plan.search import can_fit, smallest, solve, uniform
-from hf_offload.plan.simulate import simulate
+from hf_offload.plan.search import smallest, solve, uniform
 from hf_offload.plan.state_placement import Allowed
 from hf_offload.plan.timeline import Channel, Windows
 from tests.helpers.handmade_footprints import MB, footprint_of
@@ -81,36 +79,6 @@ def test_below_the_smallest_there_is_no_plan():
     below = least - (1 << 20)
     assert solve(Problem(problem.footprint, problem.channels, problem.room_bytes, least, problem.windows)) is not None
     assert solve(Problem(problem.footprint, problem.channels, problem.room_bytes, below, problem.windows)) is None
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_whether_anything_fits_is_whether_the_smallest_does(seed):
-    problem = random_problem(seed)
-    least = smallest(problem).timeline.must_fit_bytes
-    for room in (problem.room_bytes, dict.fromkeys(problem.room_bytes, 30 * MB)):
-        for budget in (least // 2, least - MB, least, smallest_budget(least), smallest_budget(least + 20 * MB)):
-            asked = dataclasses.replace(problem, room_bytes=room, budget_bytes=budget)
-            assert can_fit(asked) is asked.fits(smallest(asked))
-
-
-def test_what_is_far_from_fitting_is_seen_at_once(monkeypatch):
-    """However little room tiers have: nothing that would keep to it is looked for."""
-    windows = (Windows(20 * MB, 20 * MB),)
-    problem = Problem(SAVED, {"ssd": Channel(1e9, 1e9)}, {"ssd": 120 * MB}, 0, windows, may_recompute=False)
-    choices, played = Choices(problem), []
-    steps = [problem.play(choices.uniform(one), problem.windows[-1]).timeline for one in choices.options]
-    least = min(one.must_fit_bytes for one in steps)
-
-    def counted(*args, **kwargs):
-        played.append(1)
-        return simulate(*args, **kwargs)
-
-    monkeypatch.setattr(problem_module, "simulate", counted)
-    assert not can_fit(dataclasses.replace(problem, budget_bytes=least))
-    assert 0 < len(played) <= len(choices.options)
-    played.clear()
-    assert not can_fit(dataclasses.replace(problem, budget_bytes=smallest_budget(least)))
-    assert len(played) > len(choices.options)
 
 
 def test_a_tier_is_not_filled_beyond_its_room():

@@ -6,14 +6,12 @@ from hf_offload.plan.choosing import Choice
 from hf_offload.plan.hardware import describe_hardware
 from hf_offload.plan.problem import make_problem
 from hf_offload.plan.state_placement import IN_MEMORY
-from hf_offload.plan.timeline import Windows
 from hf_offload.planning.batch_shape import BatchShape
 from hf_offload.planning.shape_plan import ShapePlan
 from hf_offload.planning.shapes import Shapes, Stage
 from tests.helpers.handmade_footprints import MB, footprint_of
 
 STEP = footprint_of([MB] * 2, [1.0] * 2, [MB] * 2)
-WINDOWS = Windows(MB, MB)
 
 
 def shape_of(length, forwards=1):
@@ -28,9 +26,6 @@ def plan_for(shape):
 def test_a_shape_goes_through_all_stages_and_back_where_something_else_is_in_memory():
     shapes, shape = Shapes(), shape_of(4)
     seen = [shapes.stage(shape)]
-    shapes.measured(shape, WINDOWS)
-    seen.append(shapes.stage(shape))
-    assert shapes.reduced_windows(shape) is WINDOWS
     plan = plan_for(shape)
     shapes.planned(plan)
     seen.append(shapes.stage(shape))
@@ -67,14 +62,6 @@ def test_a_shape_that_went_on_without_a_plan_is_measured_when_it_comes_again():
     shapes.planned(plan_for(longer))
     assert not shapes.is_wanted(begins)
     assert shapes.plan_for(begins).shape == longer  # how many forwards come is not known
-
-
-def test_a_shape_that_went_on_as_another_one_is_not_measured_with_recompute_again():
-    shapes, begins, longer = Shapes(), shape_of(4), shape_of(4, forwards=2)
-    shapes.measured(begins, WINDOWS)
-    shapes.planned(plan_for(longer))
-    assert shapes.reduced_windows(begins) is None
-    assert shapes.plan_for(begins).shape == longer
 
 
 def test_a_smaller_batch_runs_under_the_plan_of_the_smallest_that_it_fits_into():
