@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.problem import Problem, Solution, make_problem, smallest_budget
+from hf_offload.plan.problem import Problem, Solution, about, make_problem, smallest_budget
 from hf_offload.plan.rules import WIDTHS
 from hf_offload.plan.search import smallest, solve
 from hf_offload.plan.state_placement import (
@@ -138,13 +138,12 @@ class _Way:
     problem: Problem
 
     @functools.cached_property
-    def order(self) -> tuple[float, int, int]:
-        """The time of a step in which all activations stay; of ways that are as fast, one that writes less to drives comes
-        first, and one that leaves more memory.
+    def order(self) -> tuple[int, int, int]:
+        """The time of a step in which all activations stay; of ways that are about as fast, one that writes less to drives
+        comes first, and one that leaves more memory.
         """
         footprint = self.problem.footprint
-        kept_s = round(self.problem.kept.timeline.step_s, 4)
-        return kept_s, moved_bytes(footprint)[0].get("ssd", 0), footprint.base_bytes
+        return about(self.problem.kept.timeline.step_s), moved_bytes(footprint)[0].get("ssd", 0), footprint.base_bytes
 
 
 def _fastest(found: Iterable[_Way]) -> Choice | None:
@@ -152,13 +151,13 @@ def _fastest(found: Iterable[_Way]) -> Choice | None:
     left = _SOLVED
     for way in sorted(found, key=lambda one: one.order):
         problem = way.problem
-        if not left or (best is not None and problem.kept.timeline.step_s >= best.step_s):
+        if not left or (best is not None and way.order[0] >= about(best.step_s)):
             break
         if problem.fits(problem.kept):
             return Choice(way.state_placement, problem, problem.kept)
         solution = solve(problem) if best is None else solve(problem, best.step_s)
         left -= solution is not None
-        if solution is not None and (best is None or solution.timeline.step_s < best.step_s):
+        if solution is not None and (best is None or about(solution.timeline.step_s) < about(best.step_s)):
             best = Choice(way.state_placement, problem, solution)
     return best
 
