@@ -179,7 +179,7 @@ class AutomaticPlan:
         self._state.watch(optimizer)
 
     def begin_evaluation(self) -> None:
-        """A forward of the whole model without gradients begins: it is no part of a step that is measured, unless the
+        """A forward of the whole model without gradients begins: it does not belong to a step that is measured, unless the
         backward of its micro-batch is still to come.
         """
         if self._meter is not None and not self._forward.is_running:
