@@ -85,6 +85,8 @@ class Forecast:
         if self.solution is None:
             return []
         found, step_s = [], self.solution.timeline.step_s
+        if self.problem.footprint.is_reduced:
+            found.append("All blocks recompute their elementwise operations in backward.")
         in_ram, on_drive, written = (
             sum(getattr(category, name).get(tier, 0) for category in self.categories)
             for name, tier in (("tiers", "ram"), ("tiers", "ssd"), ("written_bytes", "ssd"))
@@ -136,6 +138,7 @@ class Forecast:
             "hardware": dataclasses.asdict(self.hardware),
             "units": [dataclasses.asdict(line) for line in self.lines],
             "placements": None if self.solution is None else dict(self.solution.placements),
+            "recomputes_elementwise": self.problem.footprint.is_reduced,
             "state_placement": self.state_placement.as_dict(),
             "categories": [dataclasses.asdict(category) for category in self.categories],
             "unlimited_step_s": self.step_s,
@@ -211,7 +214,11 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
 
     # All ways are asked for the same shapes, up to where each of them ends.
     at = functools.cache(family.at)
-    problem_at = functools.cache(lambda rows, tokens: problem_for(at(rows, tokens)))
+
+    @functools.cache
+    def problem_at(rows: int, tokens: int, is_reduced: bool) -> Problem | None:
+        footprint = at(rows, tokens).reduced if is_reduced else at(rows, tokens)
+        return None if footprint is None else problem_for(footprint)
 
     def reach(fits: Callable[[int, int], bool]) -> tuple[int, int | None]:
         rows = largest(lambda rows: fits(rows, workload.sequence), workload.batch, _MOST_ROWS)
@@ -221,20 +228,24 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
         return rows, tokens
 
     rows = []
-    for alternative in [*simple_ways(in_memory), Alternative("auto", None, solution, solution is not None)]:
+    ways = [(in_memory, one) for one in simple_ways(in_memory)]
+    if here.reduced is not None:
+        reduced = problem_for(here.reduced)
+        ways += [(reduced, one) for one in simple_ways(reduced)]
+    for way, alternative in [*ways, (problem, Alternative("auto", None, solution, solution is not None))]:
         placement = alternative.placement
 
-        def fits(batch: int, tokens: int, placement: Placement | None = placement) -> bool:
+        def fits(batch: int, tokens: int, placement: Placement | None = placement, way: Problem = way) -> bool:
             if placement is None:
                 return can_hold(at(batch, tokens), used, budget_bytes, allowed)
-            problem = problem_at(batch, tokens)
-            found = uniform(problem, placement)
-            return found is not None and problem.fits(found)
+            problem = problem_at(batch, tokens, way.footprint.is_reduced)
+            found = None if problem is None else uniform(problem, placement)
+            return problem is not None and found is not None and problem.fits(found)
 
         timeline = None if alternative.solution is None else alternative.solution.timeline
         if placement is None:
             timeline = None if solution is None else solution.timeline
-        over = short_of if placement is None or alternative.solution is None else in_memory.over(alternative.solution)
+        over = short_of if placement is None or alternative.solution is None else way.over(alternative.solution)
         rows.append(Row(alternative.name, alternative.fits, timeline, *reach(fits), over))
     return Forecast(
         workload=workload,

@@ -7,12 +7,13 @@ this order, they are solved until none that is left can be faster.
 import dataclasses
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Iterable
 
 from hf_offload.plan.footprint import Footprint
 from hf_offload.plan.hardware import Hardware
-from hf_offload.plan.problem import Problem, Solution, about, make_problem, smallest_budget
+from hf_offload.plan.problem import Problem, Solution, make_problem, smallest_budget
 from hf_offload.plan.rules import WIDTHS
 from hf_offload.plan.search import smallest, solve
 from hf_offload.plan.state_placement import (
@@ -46,11 +47,6 @@ class Choice:
     def step_s(self) -> float:
         """Of the predicted step."""
         return self.solution.timeline.step_s
-
-    @property
-    def named(self) -> "Choice":
-        """The same, with placements that say which blocks recompute their elementwise operations."""
-        return dataclasses.replace(self, solution=self.problem.named(self.solution))
 
 
 def problem_of(
@@ -90,7 +86,7 @@ def choose(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed:
     if hardware.repeats_elementwise and not everything_stays(footprint, hardware, budget_bytes, allowed):
         steps.reverse()
     found = (_choose_with(width, step, hardware, budget_bytes, allowed) for step in steps for width in WIDTHS)
-    best = next((one.named for one in found if one is not None), None)
+    best = next((one for one in found if one is not None), None)
     if best is None:
         least = least_memory(footprint, hardware, budget_bytes, allowed)
         best = least if least.problem.fits(least.solution) else None
@@ -130,6 +126,11 @@ def _choose_with(
     return best
 
 
+def _about(seconds: float) -> int:
+    """The same for times that differ by less than 1 %, which no prediction tells apart, and more for longer ones."""
+    return round(100 * math.log(max(seconds, 1e-6)))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Way:
     """Somewhere weights and state may be, and what is left to be placed then."""
@@ -143,7 +144,7 @@ class _Way:
         comes first, and one that leaves more memory.
         """
         footprint = self.problem.footprint
-        return about(self.problem.kept.timeline.step_s), moved_bytes(footprint)[0].get("ssd", 0), footprint.base_bytes
+        return _about(self.problem.kept.timeline.step_s), moved_bytes(footprint)[0].get("ssd", 0), footprint.base_bytes
 
 
 def _fastest(found: Iterable[_Way]) -> Choice | None:
@@ -151,13 +152,13 @@ def _fastest(found: Iterable[_Way]) -> Choice | None:
     left = _SOLVED
     for way in sorted(found, key=lambda one: one.order):
         problem = way.problem
-        if not left or (best is not None and way.order[0] >= about(best.step_s)):
+        if not left or (best is not None and way.order[0] >= _about(best.step_s)):
             break
         if problem.fits(problem.kept):
             return Choice(way.state_placement, problem, problem.kept)
         solution = solve(problem) if best is None else solve(problem, best.step_s)
         left -= solution is not None
-        if solution is not None and (best is None or about(solution.timeline.step_s) < about(best.step_s)):
+        if solution is not None and (best is None or _about(solution.timeline.step_s) < _about(best.step_s)):
             best = Choice(way.state_placement, problem, solution)
     return best
 
@@ -179,7 +180,7 @@ def least_memory(footprint: Footprint, hardware: Hardware, budget_bytes: int, al
     def size(one: Choice) -> tuple[bool, int]:
         return not one.problem.has_room(one.solution), one.solution.timeline.must_fit_bytes
 
-    return min(found, key=size).named
+    return min(found, key=size)
 
 
 def can_hold(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed) -> bool:

@@ -103,7 +103,7 @@ def _reason(problem: Problem, solution: Solution, unit: str) -> str:
     footprint = problem.footprint
     placement = solution.placements[unit]
     nbytes = footprint.saved_bytes[unit]
-    if nbytes == 0 and not placement.elementwise:
+    if nbytes == 0:
         return "saves nothing"
     if placement is Placement.KEEP:
         everything = all(one is Placement.KEEP for one in solution.placements.values())
@@ -117,14 +117,11 @@ def _reason(problem: Problem, solution: Solution, unit: str) -> str:
             fastest = max(channel.store_bytes_per_s for channel in problem.channels.values())
             text += f"; moving takes {format_seconds(sum(footprint.saved_bytes[one] for one in members) / fastest)}"
         return text
-    if placement is Placement.ELEMENTWISE:
-        return "fits, with elementwise operations again in backward"
     assert placement.tier is not None
     channel = problem.channels[placement.tier]
     out, back = nbytes / channel.store_bytes_per_s, nbytes / channel.load_bytes_per_s
     between = format_seconds(_time_between(footprint, unit))
-    moved = f"{format_seconds(out)} out, {format_seconds(back)} back, {between} between"
-    return f"elementwise operations again in backward; {moved}" if placement.elementwise else moved
+    return f"{format_seconds(out)} out, {format_seconds(back)} back, {between} between"
 
 
 def _time_between(footprint: Footprint, unit: str) -> float:

@@ -21,9 +21,6 @@ class Placement(enum.StrEnum):
     RECOMPUTE = "recompute"
     RECOMPUTE_RAM = "recompute+ram"
     RECOMPUTE_SSD = "recompute+ssd"
-    ELEMENTWISE = "elementwise"
-    ELEMENTWISE_RAM = "elementwise+ram"
-    ELEMENTWISE_SSD = "elementwise+ssd"
 
     @functools.cached_property  # asked for a million times a plan
     def recomputes(self) -> bool:
@@ -31,19 +28,9 @@ class Placement(enum.StrEnum):
         return self.value.startswith("recompute")
 
     @functools.cached_property
-    def elementwise(self) -> bool:
-        """Whether the whole block recomputes its elementwise operations in backward, and saves less."""
-        return self.value.startswith("elementwise")
-
-    @functools.cached_property
     def tier(self) -> str | None:
         """Where the tensors go (for a recompute, the block's input), or None: nowhere."""
-        return self.value.rpartition("+")[2] if self.value not in ("keep", "recompute", "elementwise") else None
-
-    @functools.cached_property
-    def with_elementwise(self) -> "Placement":
-        """The same place, for what a block saves that recomputes its elementwise operations."""
-        return Placement("elementwise" if self.tier is None else f"elementwise+{self.tier}")
+        return self.value.rpartition("+")[2] if self.value not in ("keep", "recompute") else None
 
     @functools.cached_property
     def in_full(self) -> "Placement":

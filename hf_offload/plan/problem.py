@@ -30,11 +30,6 @@ _WINDOWS: tuple[tuple[int, int | None], ...] = (
 )
 
 
-def about(seconds: float) -> int:
-    """The same for times that differ by less than 1 %, which no prediction tells apart, and more for longer ones."""
-    return round(100 * math.log(max(seconds, 1e-6)))
-
-
 @dataclasses.dataclass(frozen=True)
 class Solution:
     """A placement of every unit, and its simulated step."""
@@ -44,9 +39,9 @@ class Solution:
     timeline: Timeline
 
     @property
-    def objective(self) -> tuple[int, int]:
-        """Less is better: time, and among steps that are about as fast, bytes moved."""
-        return about(self.timeline.step_s), self.timeline.moved_bytes
+    def objective(self) -> tuple[float, int]:
+        """Less is better: time, and among steps that differ by less than a ten-thousandth, bytes moved."""
+        return (round(self.timeline.step_s, 4), self.timeline.moved_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +55,6 @@ class Problem:
         budget_bytes: Most memory at any time, weights and optimizer state included. A small share of it is left free.
         windows: How far to read ahead and write behind, widest first.
         may_recompute: Whether blocks may be recomputed in backward.
-        reduced: The same problem with all blocks recomputing their elementwise operations; None where that cannot be chosen.
     """
 
     footprint: Footprint
@@ -69,7 +63,6 @@ class Problem:
     budget_bytes: int
     windows: Sequence[Windows]
     may_recompute: bool = True
-    reduced: "Problem | None" = None
 
     @property
     def limit_bytes(self) -> int:
@@ -96,16 +89,6 @@ class Problem:
     def play(self, placements: Placements, windows: Windows) -> Solution:
         """Simulate a placement of every unit."""
         return Solution(placements, windows, simulate(self.footprint, placements, self.channels, windows))
-
-    def named(self, solution: Solution) -> Solution:
-        """``solution``, whose placements say whether blocks recompute their elementwise operations."""
-        if not self.footprint.is_reduced:
-            return solution
-        placements = {
-            unit: one if self.footprint.units[unit] is None or one.recomputes else one.with_elementwise
-            for unit, one in solution.placements.items()
-        }
-        return dataclasses.replace(solution, placements=placements)
 
     def is_within_memory(self, solution: Solution) -> bool:
         """Whether memory stays within its limit, even where a tier stops writing for a while."""
@@ -139,7 +122,6 @@ def smallest_budget(peak_bytes: int) -> int:
 
 def make_problem(footprint: Footprint, hardware: Hardware, budget_bytes: int, *, may_recompute: bool = True) -> Problem:
     """What :func:`~hf_offload.plan.search.solve` takes, of a footprint on a machine."""
-    reduced = footprint.reduced
     return Problem(
         footprint=footprint.plain,
         channels=hardware.channels,
@@ -147,7 +129,6 @@ def make_problem(footprint: Footprint, hardware: Hardware, budget_bytes: int, *,
         budget_bytes=budget_bytes,
         windows=windows_for(footprint),
         may_recompute=may_recompute,
-        reduced=None if reduced is None else make_problem(reduced, hardware, budget_bytes, may_recompute=may_recompute),
     )
 
 
@@ -184,13 +165,23 @@ class Choices:
         for unit in self.units:
             if (block := self._blocks_of[unit]) in self._members:
                 self._members[block].append(unit)
+        seconds_per_byte = {
+            span.name: footprint.recompute_costs[span.name][0]
+            / max(1, sum(footprint.saved_bytes[unit] for unit in self._members[span.name]))
+            for span in footprint.recomputable
+        }
+        # Equal blocks differ by the clock, and stay in the order of forward: two digits count.
+        self._cheapest_first = sorted(
+            self.units, key=lambda unit: float(f"{seconds_per_byte.get(self._blocks_of[unit] or '', math.inf):.1e}")
+        )
 
     def first(self, count: int, placement: Placement) -> Placements:
-        """The first ``count`` units placed so, and all others kept. A block is recomputed as a whole; units that cannot be
-        recomputed go where the inputs of recomputed blocks go.
+        """The first ``count`` units placed so, and all others kept: the first in forward, or for recompute those that free
+        the most bytes for each second. A block is recomputed as a whole; units that cannot be recomputed go where the inputs
+        of recomputed blocks go.
         """
         chosen = dict.fromkeys(self._blocks_of, Placement.KEEP)
-        for unit in self.units[:count]:
+        for unit in (self._cheapest_first if placement is Placement.RECOMPUTE else self.units)[:count]:
             block = self._blocks_of[unit]
             if placement.recomputes and block in self._members:
                 chosen |= dict.fromkeys(self._members[block], placement)

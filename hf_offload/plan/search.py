@@ -1,8 +1,9 @@
 """Choosing a placement for every unit: the fastest step whose memory stays within the budget.
 
 The search is greedy. Of each placement, as few units as the budget allows: the first ones of the model, whose bytes backward
-needs last, and which have the most time to go and come back (SSDTrain's prefix rule). All others are kept. What a tier has no
-room for goes to another. The simulation judges them. What more searching is worth: docs/measured_plans.md.
+needs last, and which have the most time to go and come back (SSDTrain's prefix rule), or for recompute the blocks that free
+the most bytes for each second. All others are kept. What a tier has no room for goes to another. The simulation judges them.
+What more searching is worth: docs/measured_plans.md.
 """
 
 import dataclasses
@@ -130,10 +131,6 @@ def _windows_for(problem: Problem, placement: Placement) -> Sequence[Windows]:
 
 def uniform(problem: Problem, placement: Placement) -> Solution | None:
     """Every unit placed alike, with the widest windows; None if the problem does not allow that placement."""
-    if placement.elementwise:
-        reduced = problem.reduced
-        found = None if reduced is None else uniform(reduced, placement.in_full)
-        return None if reduced is None or found is None else reduced.named(found)
     choices = Choices(problem)
     if placement not in choices.options:
         return None
@@ -151,13 +148,18 @@ class Alternative:
 
 
 def simple_ways(problem: Problem) -> list[Alternative]:
-    """Every simple way, whether it fits or not."""
+    """Every simple way, whether it fits or not; where all blocks recompute their elementwise operations, those in which no
+    block is recomputed as a whole.
+    """
     found = []
     for placement in Placement:
         solution = uniform(problem, placement)
-        if solution is not None:
-            name = "baseline" if placement is Placement.KEEP else placement.value
-            found.append(Alternative(name, placement, solution, problem.fits(solution)))
+        if solution is None or (problem.footprint.is_reduced and placement.recomputes):
+            continue
+        name = "baseline" if placement is Placement.KEEP else placement.value
+        if problem.footprint.is_reduced:
+            name = "elementwise" if placement is Placement.KEEP else f"elementwise+{placement.value}"
+        found.append(Alternative(name, placement, solution, problem.fits(solution)))
     return found
 
 

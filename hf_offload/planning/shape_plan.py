@@ -119,6 +119,8 @@ class ShapePlan:
             if self.footprint.saved_bytes[unit]:
                 counts[placement] = counts.get(placement, 0) + 1
         placed = ", ".join(f"{count} units {placement.value}" for placement, count in counts.items())
+        if self.footprint.is_reduced:
+            placed += ", elementwise operations recomputed"
         prediction = self.prediction
         return f"{placed}; predicted {format_bytes(prediction.peak_bytes)} and {prediction.step_s:.2f} s a step"
 

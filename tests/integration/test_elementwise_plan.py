@@ -37,7 +37,7 @@ def train(model, config, steps, forwards=lambda step: 1):
     """Losses, gradients of the last step, weights, and the plan with the last forecast that was looked at."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses, looked_at, reduced = [], None, []
+    losses, looked_at = [], None
     with offload_activations(model, config) as session:
         for step in range(steps):
             loss = sum(model(**batch()).loss for _ in range(forwards(step)))
@@ -48,10 +48,9 @@ def train(model, config, steps, forwards=lambda step: 1):
             end_step(optimizer, session)
             if session.forecast is not None and session.forecast.measured_peak_bytes is not None:
                 looked_at = session.forecast
-                reduced = [one for one in session.plan.placements.values() if one.elementwise]
         plan = session.plan
         names = session.rematerialized
-    return [losses, gradients, copied(list(model.parameters()))], (plan, looked_at, reduced, names)
+    return [losses, gradients, copied(list(model.parameters()))], (plan, looked_at, names)
 
 
 def auto(budget, directory, **settings):
@@ -74,9 +73,8 @@ def planned(name, share, directory, steps=4, forwards=lambda step: 1, recomputab
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_the_plan_chooses_it_and_no_bit_changes(name, tmp_path):
-    plan, forecast, reduced, names, budget = planned(name, 0.85, tmp_path, steps=9)
-    assert any(one.elementwise for one in plan.placements.values())
-    assert reduced
+    plan, forecast, names, budget = planned(name, 0.85, tmp_path, steps=9)
+    assert plan.elementwise
     assert names
     assert forecast.peak_bytes <= budget
     assert forecast.measured_peak_bytes == pytest.approx(forecast.peak_bytes, rel=0.02)
@@ -104,16 +102,16 @@ def test_a_rule_says_on_which_machines_it_is_on(bytes_per_s, is_on, machine_with
     """Memory of 10 GB/s is four times as fast as a drive of 2 GB/s, and not as one of 3 GB/s."""
     machine_with_drive(bytes_per_s)
     with caplog.at_level(logging.INFO, "hf_offload"):
-        plan, _, _, names, _ = planned("gpt2", 0.5, tmp_path)
+        plan, _, names, _ = planned("gpt2", 0.5, tmp_path)
     measured = [one for one in caplog.messages if "Elementwise operations are recomputed" in one]
     assert len(measured) == is_on
     assert any(one.tier for one in plan.placements.values())
-    assert any(one.elementwise for one in plan.placements.values()) == plan.elementwise == bool(names) == is_on
+    assert plan.elementwise == bool(names) == is_on
 
 
 def test_a_run_that_fits_computes_nothing_twice(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "hf_offload"):
-        plan, _, _, names, _ = planned("gpt2", 1.5, tmp_path)
+        plan, _, names, _ = planned("gpt2", 1.5, tmp_path)
     assert not plan.elementwise
     assert not names
     assert "elementwise" not in caplog.text
@@ -122,7 +120,7 @@ def test_a_run_that_fits_computes_nothing_twice(tmp_path, caplog):
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_blocks_that_are_recomputed_as_a_whole_do_it_within_that(name, tmp_path):
     """What a block's recompute saves is what its forward would have saved otherwise."""
-    plan, forecast, _, _, budget = planned(name, 0.45, tmp_path, steps=7, recomputable=True)
+    plan, forecast, _, budget = planned(name, 0.45, tmp_path, steps=7, recomputable=True)
     assert plan.elementwise
     assert any(one.recomputes for one in plan.placements.values())
     # Plans expect more of blocks that are recomputed.
@@ -144,7 +142,7 @@ def test_a_step_that_goes_on_as_another_one_is_planned_as_it_was_measured(tmp_pa
 @pytest.mark.parametrize("setting", ["norms", "off"])
 def test_what_the_user_has_set_is_kept(setting, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
-        plan, _, _, names, _ = planned("gpt2", 0.85, tmp_path, recompute_elementwise=setting)
-    assert not any(one.elementwise for one in plan.placements.values())
+        plan, _, names, _ = planned("gpt2", 0.85, tmp_path, recompute_elementwise=setting)
+    assert not plan.elementwise
     assert ("transformer.h.0.ln_1" in names) == (setting == "norms")
     assert "Elementwise operations are recomputed" not in caplog.text

@@ -63,9 +63,8 @@ def test_trains_as_without(change, elementwise, tmp_path):
             model.zero_grad()
             if session is not None:
                 session.end_step()
-                recomputed |= {
-                    name for name, one in session.plan.placements.items() if one.recomputes or one.elementwise
-                }
+                placements = session.plan.placements
+                recomputed |= {name for name, one in placements.items() if one.recomputes or session.plan.elementwise}
         if session is not None:
             session.detach()
         return gradients, recomputed

@@ -81,6 +81,20 @@ def test_below_the_smallest_there_is_no_plan():
     assert solve(Problem(problem.footprint, problem.channels, problem.room_bytes, below, problem.windows)) is None
 
 
+def test_the_cheapest_blocks_are_recomputed_first():
+    """As in models whose stages differ. Equal blocks, which differ by the clock alone, stay in the order of forward."""
+
+    def recomputed(seconds):
+        footprint = footprint_of([50 * MB] * 4, seconds, [MB] * 4)
+        problem = Problem(footprint, {}, {}, 0, (Windows(MB, MB),))
+        most = uniform(problem, Placement.KEEP).timeline.must_fit_bytes
+        tight = dataclasses.replace(problem, budget_bytes=smallest_budget(most - 40 * MB))
+        return [unit for unit, one in solve(tight).placements.items() if one.recomputes]
+
+    assert recomputed([0.05, 0.05, 0.005, 0.05]) == ["layers.2"]
+    assert recomputed([0.0502, 0.0501, 0.0499, 0.0503]) == ["layers.0"]
+
+
 def test_a_tier_is_not_filled_beyond_its_room():
     footprint = footprint_of([50 * MB] * 6, [0.05] * 6, [1 * MB] * 6)
     channels = {"ram": Channel(1e12, 1e12), "ssd": Channel(2e8, 2e8)}
