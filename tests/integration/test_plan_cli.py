@@ -59,7 +59,8 @@ def test_a_budget_decides():
     budget = (peaks["baseline"] + peaks["recompute"]) // 2
     tight, result = run_json(*shape, "--memory-budget", str(budget))
     assert result.exit_code == 0
-    assert set(tight["placements"].values()) != {"keep"}
+    assert tight["recomputes_elementwise"]
+    assert set(tight["placements"].values()) == {"keep"}
     assert tight["predicted"][-1]["peak_bytes"] <= budget
     over = {row["name"]: row["over_bytes"] for row in tight["predicted"]}
     assert [row["name"] for row in tight["predicted"] if not row["fits"]] == [name for name in over if over[name]]
@@ -67,13 +68,19 @@ def test_a_budget_decides():
     found, _ = run_json(*shape, "--memory-budget", str(more))
     assert found["predicted"][0]["fits"]
 
+    tighter, result = run_json(*shape, "--memory-budget", str(peaks["recompute"]))
+    assert result.exit_code == 0
+    assert set(tighter["placements"].values()) != {"keep"}
+    assert tighter["predicted"][-1]["peak_bytes"] <= peaks["recompute"]
+
     # Without recompute of whole blocks, that of elementwise operations is the fastest that fits.
     budget = (peaks["baseline"] + peaks["elementwise"]) // 2
     reduced, result = run_json(*shape, "--memory-budget", str(budget), "--no-recompute")
     assert result.exit_code == 0
     assert reduced["recomputes_elementwise"]
     assert reduced["predicted"][-1]["peak_bytes"] <= budget
-    assert any("elementwise operations again" in line["reason"] for line in reduced["units"])
+    shown = command("plan", *shape, "--memory-budget", str(budget), "--no-recompute")
+    assert "All blocks recompute their elementwise operations" in " ".join(shown.stdout.split())
 
 
 def test_plans_for_other_budgets_are_shown(monkeypatch):
