@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -62,7 +62,9 @@ def plan(
     With --modes, --memory-mode takes several names, with commas between.
     """
     with clear_errors():
-        asked, changed, hardware = {}, {}, []
+        asked: dict[str, Any] = {}
+        described: dict[str, Any] = {}
+        changed, hardware = {}, []
         names, of_modes = model.get("memory_mode"), model.get("memory_mode_kwargs")
         if modes:
             model = {field: value for field, value in model.items() if "mode" not in field}
@@ -79,7 +81,12 @@ def plan(
                 changed = SETTINGS.read(settings)
             with check:
                 described = MACHINE.read(machine)
-                hardware = [describe_hardware(**described)] if described else []
+                hardware = [describe_hardware(**described, needs_times=not modes)] if described else []
+            with check:
+                if "sharding" in asked and described.get("gpus", 1) == 1:
+                    raise OffloadConfigError("--sharding says how several GPUs share a model: add --gpus.")
+                if modes and described.get("gpus", 1) > 1:
+                    raise OffloadConfigError("--modes compares on one GPU: leave out --gpus.")
             with check:
                 if hardware and (directory or measure):
                     raise OffloadConfigError("--directory and --measure are for this machine: leave out --gpu.")

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_offload.errors import OffloadConfigError
+from hf_offload.forecast.options import DDP
 from hf_offload.forecast.scaling import Family
+from hf_offload.forecast.sharding import as_it_computes, shard, sharding_of
 from hf_offload.forecast.workload import Workload, count_choices
 from hf_offload.plan.choosing import Choice, can_hold, choose, frontier
 from hf_offload.plan.explain import Category, UnitLine, categories_of, unit_lines
@@ -17,7 +19,7 @@ from hf_offload.plan.plan import Placement
 from hf_offload.plan.problem import Problem, Solution, make_problem
 from hf_offload.plan.refusal import refuse
 from hf_offload.plan.search import Alternative, largest, simple_ways, uniform
-from hf_offload.plan.state_placement import StatePlacement, snapshot_bytes
+from hf_offload.plan.state_placement import Allowed, StatePlacement, snapshot_bytes
 from hf_offload.plan.timeline import Timeline
 from hf_offload.settings.memory_modes import OF_ADAPTERS
 from hf_offload.settings.schema import snapshots_held
@@ -76,7 +78,7 @@ class Forecast:
     @functools.cached_property
     def frontier(self) -> list[tuple[int, Choice]]:
         """What would be chosen for budgets from the smallest that does to one that everything fits into."""
-        allowed = dataclasses.replace(self.workload.allowed, may_recompute=self.problem.may_recompute)
+        allowed = dataclasses.replace(_allowed(self.workload, self.hardware), may_recompute=self.problem.may_recompute)
         return frontier(self.counted, _used_by_a_run(self.workload, self.hardware), allowed, _BUDGETS)
 
     @property
@@ -85,6 +87,11 @@ class Forecast:
         if self.solution is None:
             return []
         found, step_s = [], self.solution.timeline.step_s
+        if self.hardware.gpus > 1:
+            found.append(
+                "All figures are those of one GPU. Such a run is started with hf-offload launch --config_file "
+                f"{self.workload.sharding} --num_processes {self.hardware.gpus} train.py."
+            )
         if self.problem.footprint.is_reduced:
             found.append("All blocks recompute their elementwise operations in backward.")
         in_ram, on_drive, written = (
@@ -126,6 +133,7 @@ class Forecast:
             "dtype": str(workload.dtype).removeprefix("torch."),
             "autocast": None if workload.autocast is None else str(workload.autocast).removeprefix("torch."),
             "optimizer": workload.optimizer,
+            "sharding": workload.sharding if self.hardware.gpus > 1 else None,
             "memory_mode": workload.memory_mode,
             "memory_mode_kwargs": dict(workload.memory_mode_kwargs),
             "budget_bytes": self.problem.budget_bytes,
@@ -182,19 +190,26 @@ def make_forecast(
 
 def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_recompute: bool) -> Forecast:
     limit = workload.longest
-    here = count_choices(workload, hardware)
+    sharding, hardware = sharding_of(workload, hardware), hardware.shared_by(hardware.gpus)
+
+    def on_one(footprint: Footprint) -> Footprint:
+        return footprint if sharding is None else shard(footprint, sharding)
+
+    counts = workload if sharding is None else as_it_computes(workload)
+    counted = count_choices(counts, hardware)
+    here = on_one(counted)
     snapshots = snapshots_held(workload.settings)
     snapshots_bytes = snapshot_bytes(here, StatePlacement(), snapshots, workload.memory_mode in OF_ADAPTERS)
     missing = snapshots_bytes - _ram_bytes(hardware, budget_bytes)
     hardware = hardware.without("ram", snapshots_bytes)
-    other = _of_another_length(workload, hardware, limit)
-    family = Family(workload.batch, workload.sequence, here, () if other is None else (other,))
+    other = _of_another_length(counts, hardware, limit)
+    family = Family(workload.batch, workload.sequence, counted, () if other is None else (other,))
 
     def problem_for(footprint: Footprint) -> Problem:
         return make_problem(footprint, hardware, budget_bytes, may_recompute=may_recompute)
 
     in_memory = problem = problem_for(here)
-    allowed = dataclasses.replace(workload.allowed, may_recompute=may_recompute)
+    allowed = dataclasses.replace(_allowed(workload, hardware), may_recompute=may_recompute)
     state_placement, solution, refused = StatePlacement(), None, None
     short_of: Mapping[str, int] = {}
     used = _used_by_a_run(workload, hardware)
@@ -213,7 +228,7 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
         )
 
     # All ways are asked for the same shapes, up to where each of them ends.
-    at = functools.cache(family.at)
+    at = functools.cache(lambda rows, tokens: on_one(family.at(rows, tokens)))
 
     @functools.cache
     def problem_at(rows: int, tokens: int, is_reduced: bool) -> Problem | None:
@@ -261,6 +276,16 @@ def _forecast(workload: Workload, hardware: Hardware, budget_bytes: int, may_rec
         step_s=here.step_s,
         snapshots_bytes=snapshots_bytes,
     )
+
+
+def _allowed(workload: Workload, hardware: Hardware) -> Allowed:
+    """What may leave memory. Where several GPUs reduce gradients, these stay; what is in shards stays with its engine."""
+    allowed = workload.allowed
+    if hardware.gpus == 1:
+        return allowed
+    if workload.sharding == DDP:
+        return dataclasses.replace(allowed, weights="none", in_backward=False, keeps_gradients=True)
+    return dataclasses.replace(allowed, state="none", weights="none", in_backward=False, is_sharded=True)
 
 
 def _used_by_a_run(workload: Workload, hardware: Hardware) -> Hardware:

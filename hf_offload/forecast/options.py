@@ -12,6 +12,7 @@ from hf_offload.settings.schema import TIER_ALIASES, TIERS, OffloadConfig
 from hf_offload.settings.values import Reader, Text, Whole, one_of
 
 AUTOCAST = ("no", "bfloat16", "float16")
+DDP, FSDP2, ZERO2, ZERO3 = SHARDINGS = ("ddp", "fsdp2", "zero2", "zero3")
 
 _SPELLINGS = "bfloat16 (bf16), float16 (fp16)"
 _OF_DTYPE = f"Of the weights: {_SPELLINGS}, or float32 (fp32)."
@@ -57,6 +58,8 @@ class WorkloadOptions:
     Default: the recipe's, or auto."""
     weights: Annotated[str | None, one_of(TIERS, TIER_ALIASES)] = None
     """The same for weights that no operation uses. Default: the recipe's, or auto."""
+    sharding: Annotated[str | None, one_of(SHARDINGS)] = None
+    """How several GPUs share the model: ddp, fsdp2, zero2 or zero3. Default: ddp, a copy on each."""
     memory_mode: Text | None = None
     """As in the training arguments, such as lora or galore. Default: none, which trains all weights."""
     memory_mode_kwargs: Annotated[

@@ -10,6 +10,7 @@ from torch import nn
 from hf_offload.errors import OffloadConfigError, OffloadPlanError
 from hf_offload.forecast.counting import count_footprint
 from hf_offload.forecast.fake import fake_mode
+from hf_offload.forecast.options import DDP
 from hf_offload.forecast.repeats import count_repeats
 from hf_offload.forecast.workload_inputs import describe_batch, length_unit, longest_row, make_batch
 from hf_offload.methods.protocol import MemoryMode, OptimizerBytes
@@ -67,6 +68,7 @@ class Workload:
         state_place, weights_place: Where gradients and optimizer state, and weights, may be: ``none`` (in memory), ``ram``,
             ``ssd`` or ``auto``.
         names_drive: Whether a recipe's settings name a drive.
+        sharding: How several GPUs share the model: one of ``SHARDINGS``.
     """
 
     name: str
@@ -88,6 +90,7 @@ class Workload:
     state_place: str = "auto"
     weights_place: str = "auto"
     names_drive: bool = False
+    sharding: str = DDP
 
     @property
     def mode(self) -> MemoryMode | None:

@@ -62,7 +62,9 @@ def find_workload(
         raise OffloadConfigError(f"{overrides[0]!r} changes a recipe, but {source!r} is not one: drop it.")
     if settings:
         found = dataclasses.replace(found, settings=OffloadConfig(**settings))
-    changes = {name: getattr(asked, name) for name in ("batch", "sequence", "image_size", "task", "optimizer")}
+    changes = {
+        name: getattr(asked, name) for name in ("batch", "sequence", "image_size", "task", "optimizer", "sharding")
+    }
     changes |= {"state_place": asked.state, "weights_place": asked.weights}
     changes["dtype"] = None if asked.dtype is None else getattr(torch, asked.dtype)
     found = dataclasses.replace(found, **{name: value for name, value in changes.items() if value is not None})

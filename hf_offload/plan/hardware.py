@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hf_offload.errors import OffloadConfigError
 from hf_offload.plan import rules
+from hf_offload.plan.cards import CARDS, Card, card_name
 from hf_offload.plan.timeline import Channel
 from hf_offload.settings.load import choose, collect_errors
 from hf_offload.settings.sizes import format_bytes, parse_bytes
@@ -30,6 +31,7 @@ _TIMES_A_LINK = 4
 """An elementwise operation runs again sooner than its result comes back where memory is so much faster than any link: it
 reads and writes a few operands.
 """
+_ANY_RATE = 1e14
 _DEFAULT_SSD = 3e9
 _DEFAULT_PCIE = 20e9
 
@@ -40,38 +42,6 @@ class Measurement:
 
     value: float
     source: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Card:
-    """An accelerator: the memory that its driver reports, and from its data sheet dense 16-bit and 32-bit matrix rates with
-    32-bit sums, memory bandwidth, and one direction of its link to the host.
-    """
-
-    memory_bytes: int
-    half_flops_per_s: float
-    single_flops_per_s: float
-    memory_bytes_per_s: float
-    link_bytes_per_s: float
-
-
-_MIB = 1 << 20
-
-# Memory as nvidia-smi prints it, in MiB: with error correction on where the card has it. A card of "24 GB" has 24 GiB, not
-# 24e9 bytes. `torch.cuda.get_device_properties` reports up to 3 % less, since the driver keeps a part: BUDGET_SHARE allows
-# for it. Rates are those of NVIDIA's data sheets, without sparsity; single precision is TF32 where the card has it.
-CARDS: Mapping[str, Card] = {
-    "t4": Card(15_360 * _MIB, 65e12, 8.1e12, 320e9, 16e9),
-    "a10": Card(23_028 * _MIB, 125e12, 62.5e12, 600e9, 32e9),
-    "l4": Card(23_034 * _MIB, 121e12, 60e12, 300e9, 32e9),
-    "rtx3090": Card(24_576 * _MIB, 71e12, 35.6e12, 936e9, 32e9),
-    "rtx4090": Card(24_564 * _MIB, 165e12, 82.6e12, 1008e9, 32e9),
-    "l40s": Card(46_068 * _MIB, 362e12, 183e12, 864e9, 32e9),
-    "a100-40gb": Card(40_960 * _MIB, 312e12, 156e12, 1555e9, 32e9),
-    "a100-80gb": Card(81_920 * _MIB, 312e12, 156e12, 2039e9, 32e9),
-    "h100-80gb": Card(81_559 * _MIB, 989e12, 495e12, 3350e9, 64e9),
-    "h200": Card(143_771 * _MIB, 989e12, 495e12, 4800e9, 64e9),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +61,8 @@ class Hardware:
         ring_bytes: The pinned memory between an accelerator and its drives.
         busy_s: Kind of what moves -> seconds for which a byte of it keeps a host busy that computes itself, each way.
         drive_is_named: Whether its drive is one that was asked for, and not just any.
+        gpus: How many such devices it has, each of which trains.
+        peer_bytes_per_s: Between two of them, in one direction; None for a single one.
     """
 
     name: str
@@ -105,6 +77,8 @@ class Hardware:
     ring_bytes: int = rules.RING_BYTES
     busy_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     drive_is_named: bool = True
+    gpus: int = 1
+    peer_bytes_per_s: Measurement | None = None
 
     def seconds(self, flops: int, moved_bytes: int, dtype: "torch.dtype") -> float:
         """How long an operation takes that is bound by arithmetic or by memory, whichever is longer."""
@@ -192,11 +166,15 @@ def describe_hardware(
     ssd: str | None = None,
     ram: str | None = None,
     disk: str | None = None,
+    gpus: int = 1,
+    link: str | None = None,
+    needs_times: bool = True,
 ) -> Hardware:
     """A CUDA machine in words: ``gpu`` is a card's name or a size of memory; the rest replaces the card's figures.
 
     ``pcie`` and ``ssd`` are bandwidths such as ``"25GB/s"``; two with a slash-free comma, ``"5GB/s,7GB/s"``, are for storing
-    and loading. ``tflops`` is what matrix multiplication in 16 bits really reaches.
+    and loading. ``tflops`` is what matrix multiplication in 16 bits really reaches. ``link`` is the bandwidth between two of
+    its ``gpus``, in one direction. Without ``needs_times``, a size of memory is enough.
 
     Raises :class:`~hf_offload.errors.OffloadConfigError` that lists all errors.
     """
@@ -208,7 +186,7 @@ def describe_hardware(
             if tflops is not None and not 0.01 <= tflops <= 100_000:
                 raise OffloadConfigError(f"tflops={tflops:g} is not a rate of one device: a GPU reaches 10 to 1000.")
         rates: dict[str, tuple[float, float] | None] = {}
-        for name, value in (("pcie", pcie), ("ssd", ssd), ("memory_bandwidth", memory_bandwidth)):
+        for name, value in (("pcie", pcie), ("ssd", ssd), ("memory_bandwidth", memory_bandwidth), ("link", link)):
             with check:
                 rates[name] = None if value is None else _bandwidths(name, value)
         sizes: dict[str, int | None] = {}
@@ -216,31 +194,39 @@ def describe_hardware(
             with check:
                 sizes[name] = None if value is None else parse_bytes(value, name)
         with check:
-            if card is None and memory is not None and tflops is None:
+            if card is None and memory is not None and tflops is None and needs_times:
                 raise OffloadConfigError(
                     f"gpu={gpu!r} is a size and tells nothing about speed: add --tflops, or name a GPU ({', '.join(CARDS)})."
                 )
     assert memory is not None
     if tflops is not None:
         half, single = Measurement(tflops * 1e12, "given"), Measurement(tflops * 0.5e12, "half of the given rate")
+    elif card is None:
+        half = single = Measurement(_ANY_RATE, "not known")
     else:
-        assert card is not None
-        half = _share(_MATMUL_SHARE, card.half_flops_per_s, 1e12, "TFLOP/s")
-        single = _share(_MATMUL_SHARE, card.single_flops_per_s, 1e12, "TFLOP/s")
+        half = _share(_MATMUL_SHARE, card.half_tflops, 1e12, "TFLOP/s")
+        single = _share(_MATMUL_SHARE, card.single_tflops, 1e12, "TFLOP/s")
     if rates["memory_bandwidth"] is not None:
         bandwidth = Measurement(rates["memory_bandwidth"][0], "given")
     elif card is not None:
-        bandwidth = _share(_MEMORY_SHARE, card.memory_bytes_per_s, 1e9, "GB/s")
+        bandwidth = _share(_MEMORY_SHARE, card.memory_gb_per_s, 1e9, "GB/s")
     else:
         # Cards of one generation have about this many FLOPs per byte.
         bandwidth = Measurement(half.value / 100, "default")
-    link = rates["pcie"]
-    if link is not None:
-        pcie_figures = Measurement(link[0], "given"), Measurement(link[1], "given")
+    pcie_rates = rates["pcie"]
+    if pcie_rates is not None:
+        pcie_figures = Measurement(pcie_rates[0], "given"), Measurement(pcie_rates[1], "given")
     elif card is not None:
-        pcie_figures = (_share(_MEMORY_SHARE, card.link_bytes_per_s, 1e9, "GB/s"),) * 2
+        pcie_figures = (_share(_MEMORY_SHARE, card.link_gb_per_s, 1e9, "GB/s"),) * 2
     else:
         pcie_figures = (Measurement(_DEFAULT_PCIE, "default"),) * 2
+    link_rates = rates["link"]
+    if link_rates is not None:
+        peer = Measurement(min(link_rates), "given")
+    elif card is not None and card.peer_gb_per_s is not None:
+        peer = _share(_MEMORY_SHARE, card.peer_gb_per_s, 1e9, "GB/s")
+    else:
+        peer = Measurement(min(one.value for one in pcie_figures), "over PCIe")
     drive = rates["ssd"]
     ssd_figures = (
         (Measurement(_DEFAULT_SSD, "default"),) * 2 if drive is None else tuple(Measurement(r, "given") for r in drive)
@@ -252,7 +238,8 @@ def describe_hardware(
         "ssd": Measurement(1e12, "default") if sizes["disk"] is None else Measurement(sizes["disk"], "given"),
     }
     return Hardware(
-        name=gpu if card is not None else f"a card with {format_bytes(memory.value)}",
+        name=("" if gpus == 1 else f"{gpus} x ")
+        + (gpu if card is not None else f"a card with {format_bytes(memory.value)}"),
         device="cuda",
         memory_bytes=memory,
         flops_per_s={"float32": single, "bfloat16": half, "float16": half},
@@ -266,18 +253,21 @@ def describe_hardware(
             "ssd": Measurement(max(ssd_figures[0].value, ssd_figures[1].value), "default"),
         },
         drive_is_named=ssd is not None or disk is not None,
+        gpus=gpus,
+        peer_bytes_per_s=peer if gpus > 1 else None,
     )
 
 
 def _share(share: float, rate: float, unit: float, name: str) -> Measurement:
-    """The part of a data sheet's rate that training reaches."""
-    return Measurement(share * rate, f"{share * 100:.0f} % of the data sheet's {rate / unit:g} {name}")
+    """The part of a data sheet's rate, in ``unit``, that training reaches."""
+    return Measurement(share * rate * unit, f"{share * 100:.0f} % of the data sheet's {rate:g} {name}")
 
 
 def _card(gpu: str) -> tuple[Card | None, Measurement]:
-    key = gpu.strip().lower().replace(" ", "")
-    if key in CARDS:
-        return CARDS[key], Measurement(CARDS[key].memory_bytes, "nvidia-smi")
+    name = card_name(gpu)
+    if name is not None:
+        return CARDS[name], Measurement(CARDS[name].memory_bytes, "its driver")
+    key = gpu.strip().lower()
     if re.match(r"[0-9.]", key):
         size = parse_bytes(gpu, "gpu")
         if not 1 << 30 <= size <= 1 << 40:

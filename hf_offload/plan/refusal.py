@@ -16,6 +16,11 @@ from hf_offload.settings.sizes import format_bytes
 _ROUNDS = 4
 # What a lower min_bytes would let leave memory is named from this share of the peak on.
 _MUCH = 0.1
+# How state would leave memory.
+_BY_SETTING = "state on a tier (optimizer='ssd' or 'ram', also with several processes), "
+_BY_ENGINE = (
+    "more GPUs, parts on the host (fsdp_offload_params: true for FSDP2, offload_optimizer_device: cpu for DeepSpeed), "
+)
 
 
 def find_choice(footprint: Footprint, hardware: Hardware, budget_bytes: int, allowed: Allowed, less: int = 0) -> Choice:
@@ -47,17 +52,19 @@ def refuse(
     solution = dataclasses.replace(least.solution, timeline=timeline)
     found = dataclasses.replace(least, problem=problem, solution=solution)
     now = allowed.now or IN_MEMORY
-    tried = allowed.state != "none" or now.state is not None
+    on_tier = "" if allowed.state != "none" or now.state is not None else _BY_SETTING
+    on_tier = _BY_ENGINE if allowed.is_sharded else on_tier
     limits = _about_room(footprint, hardware, allowed, least, needed)
     may_leave = allowed.weights != "none" or now.weights is not None
-    return found, _refusal(problem, solution, limits, state_may_leave=tried, weights_may_leave=may_leave)
+    return found, _refusal(problem, solution, limits, on_tier, weights_may_leave=may_leave)
 
 
 def _refusal(
-    problem: Problem, least: Solution, limits: Sequence[str], state_may_leave: bool, weights_may_leave: bool
+    problem: Problem, least: Solution, limits: Sequence[str], on_tier: str, weights_may_leave: bool
 ) -> OffloadPlanError:
     """The error for a budget that ``least``, the solution with the smallest peak, does not fit into. ``limits`` are those of
-    tiers that keep it from needing less; the last two say whether settings let gradients and state, and weights, leave.
+    tiers that keep it from needing less; ``on_tier`` says how state would leave memory, empty where it may already; the last
+    one whether settings let weights leave.
     """
     needed = smallest_budget(least.timeline.must_fit_bytes)
     if needed <= problem.budget_bytes and limits:
@@ -66,7 +73,7 @@ def _refusal(
             f"A memory budget of {budget} would do, but not within the limits of tiers: it takes {'; '.join(limits)}."
         )
         return OffloadPlanError(text, needed)
-    return OffloadPlanError(_too_small(problem, least, limits, state_may_leave, weights_may_leave), needed)
+    return OffloadPlanError(_too_small(problem, least, limits, on_tier, weights_may_leave), needed)
 
 
 def _about_room(
@@ -102,9 +109,7 @@ def _about_room(
     return advice
 
 
-def _too_small(
-    problem: Problem, least: Solution, limits: Sequence[str], state_may_leave: bool, weights_may_leave: bool
-) -> str:
+def _too_small(problem: Problem, least: Solution, limits: Sequence[str], on_tier: str, weights_may_leave: bool) -> str:
     """Why no plan fits, and what to do: ``limits`` of tiers is a part of it. What settings do already is left out."""
     footprint, timeline = problem.footprint, least.timeline
     where = timeline.peak_unit
@@ -137,7 +142,6 @@ def _too_small(
             f"has left memory: 16-bit weights, or a model with smaller blocks{vocabulary}",
         )
     elif weights > 0.5 * timeline.peak_bytes:
-        on_tier = "" if state_may_leave else "state on a tier (optimizer='ssd' or 'ram', also with several processes), "
         advice.insert(
             0,
             f"weights, gradients and optimizer state take {format_bytes(weights)} of it: {on_tier}an optimizer with less "
@@ -146,7 +150,7 @@ def _too_small(
     if 2 * weights <= timeline.peak_bytes and at_head:
         tiled = "" if footprint.head in footprint.tiled else ", or tiled_loss='on'"
         advice.insert(0, f"the peak is in {where}, outside of the blocks: a smaller vocabulary{tiled}")
-    advice += _about_small(footprint, timeline.must_fit_bytes, state_may_leave)
+    advice += _about_small(footprint, timeline.must_fit_bytes, not on_tier)
     if problem.may_recompute:
         advice += _about_blocks(footprint)
     advice += limits

@@ -79,6 +79,7 @@ class Allowed:
         snapshots_of_trained: Whether they leave out what is not trained.
         is_measured: Whether a measured step had a part in where they are ``now``: if not, a plan is not bound to it.
         must_stay: Whether they are to be where they are ``now``.
+        is_sharded: Whether several GPUs have a part of them each, which only settings of FSDP2 or DeepSpeed can move.
     """
 
     state: str = "auto"
@@ -92,6 +93,7 @@ class Allowed:
     snapshots_of_trained: bool = False
     is_measured: bool = True
     must_stay: bool = False
+    is_sharded: bool = False
 
 
 def staying_weights(footprint: Footprint, placement: StatePlacement) -> int:

@@ -13,7 +13,7 @@ from hf_offload.errors import OffloadConfigError
 from hf_offload.settings.classes import explained_settings, from_mapping, in_section, settings
 from hf_offload.settings.recipe_files import find_recipe, read_yaml
 from hf_offload.settings.shown import shown
-from hf_offload.settings.values import Flag, Number, Reader, Text, items, path_text, section
+from hf_offload.settings.values import Flag, Number, Reader, Text, Whole, items, path_text, section
 
 META = "meta"
 PREDICTED = "predicted"
@@ -29,7 +29,7 @@ class _Section:
 
 @explained_settings(frozen=True, kw_only=True)
 class Machine(_Section):
-    """A machine with one GPU, in words: the options of ``hf-offload plan`` that describe it."""
+    """A machine in words: the options of ``hf-offload plan`` that describe it."""
 
     gpu: Text | None = None
     """A GPU such as rtx4090, or the size of its memory, such as 24GiB."""
@@ -45,6 +45,10 @@ class Machine(_Section):
     """RAM that activations may take, such as 64GB."""
     disk: Text | None = None
     """Disk space that activations may take, such as 500GB."""
+    gpus: Annotated[Whole | None, Field(ge=1)] = None
+    """How many such GPUs train the model. Default: 1."""
+    link: Text | None = None
+    """Bandwidth between two of them, in one direction, such as 300GB/s. Default: NVLink where the GPU has it, or PCIe."""
 
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> Self:

@@ -10,7 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_offload import OffloadConfig, OffloadConfigError, attach, offload_activations, ranks
 from hf_offload.errors import OffloadPlanError, StorageError
+from hf_offload.forecast.sharding import shard, sharding_of
+from hf_offload.forecast.workload import Workload, count_workload
 from hf_offload.integrations.summary import summary_lines
+from hf_offload.plan.hardware import describe_hardware
 from hf_offload.planning import ranks as planning_ranks
 from hf_offload.state import setting as streamed_setting
 from hf_offload.state.optimizer import streaming_of
@@ -47,6 +50,29 @@ def one_plan_for_shards(rank, folder):
         return fully_shard(model)
 
     follows_one_plan(rank, folder, shard)
+
+
+def parts_are_those_that_fsdp2_leaves(rank, folder):
+    """Of weights, gradients and optimizer state, as in a plan for two GPUs that are not there."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = build("gpt2", 0.1, layers=4)
+    workload = Workload(name="gpt2", config=model.config, task="causal-lm", batch=1, sequence=16, dtype=torch.float32)
+    two = describe_hardware("24GB", tflops=80, gpus=TWO)
+    workload = workload.changed(sharding="fsdp2", min_bytes=1)
+    planned = shard(count_workload(workload, two), sharding_of(workload, two))
+    for block in model.transformer.h:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**batch()).loss.backward()
+    weights = sum(local(one).nbytes for one in model.parameters())
+    gradients = sum(local(one.grad).nbytes for one in model.parameters())
+    optimizer.step()
+    state = sum(local(one).nbytes for each in optimizer.state.values() for one in each.values() if one.dim())
+    assert planned.base_bytes - planned.state_bytes == pytest.approx(weights, rel=0.01)
+    assert planned.gradient_bytes == pytest.approx(gradients, rel=0.01)
+    assert planned.state_bytes == pytest.approx(state, rel=0.01)
 
 
 def follows_one_plan(rank, folder, wrap):
@@ -240,6 +266,7 @@ IN_TWO = (
     the_machine_is_shared,
     one_plan_for_all,
     one_plan_for_shards,
+    parts_are_those_that_fsdp2_leaves,
     one_place_for_the_state,
     one_place_for_the_state_after_a_step,
     state_that_one_process_cannot_stream_stays_in_all,

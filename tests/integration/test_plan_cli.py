@@ -83,6 +83,56 @@ def test_a_budget_decides():
     assert "All blocks recompute their elementwise operations" in " ".join(shown.stdout.split())
 
 
+def test_a_plan_for_two_gpus_is_one_for_each_and_says_how_they_are_started():
+    one, _ = run_json("gpt2-small", *SMALL, *CARD)
+    two, result = run_json("gpt2-small", *SMALL, *CARD, "--gpus", "2", "--sharding", "fsdp2", "--link", "10GB/s")
+    assert result.exit_code == 0
+    assert (two["sharding"], one["sharding"]) == ("fsdp2", None)
+    assert two["hardware"]["peer_bytes_per_s"] == {"value": 10e9, "source": "given"}
+    assert two["hardware"]["room_bytes"]["ram"]["value"] == 32e9
+    # Weights of the counted step have 32 bits, in which they are updated.
+    assert two["optimizer_state_bytes"] == one["optimizer_state_bytes"] / 2
+    assert two["gradient_bytes"] == one["gradient_bytes"] / 2
+    assert two["saved_bytes"] == one["saved_bytes"]
+    shown = command("plan", "gpt2-small", *SMALL, *CARD, "--gpus", "2", "--sharding", "fsdp2")
+    line = "hf-offload launch --config_file fsdp2 --num_processes 2 train.py"
+    assert line in " ".join(shown.stdout.split())
+    assert "2 x a card with" in shown.stdout
+
+
+def test_what_is_in_shards_does_not_leave_memory_by_itself_and_with_ddp_state_does():
+    tight = ["gpt2-small", *SMALL, *CARD, "--gpus", "2", "--memory-budget", "1MiB", "--batch", "1", "--sequence", "8"]
+    for sharding, state in (("ddp", "ram"), ("fsdp2", None)):
+        found, _ = run_json(*tight, "--sharding", sharding)
+        assert found["state_placement"]["state"] == state
+        assert found["state_placement"]["weights"] is None
+        assert found["state_placement"]["keeps_gradients"] == (sharding == "ddp")
+        assert ("fsdp_offload_params: true" in (found["refusal"] or "")) == (sharding == "fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sharding", "fsdp2"], "--sharding says how several GPUs share a model: add --gpus."),
+        (["--gpus", "2", "--sharding", "fsdp"], "fsdp2"),
+        (["--gpus", "0"], "--gpus=0"),
+        (["--gpus", "2", "--modes"], "--modes compares on one GPU"),
+        (["--gpus", "2", "--sharding", "zero3", "--memory-mode", "galore"], "needs whole weights"),
+    ],
+)
+def test_what_several_gpus_cannot_do_is_refused(options, message):
+    result = command("plan", "gpt2-small", *SMALL, *CARD, *options)
+    assert result.exit_code == 2
+    assert message in said(result)
+
+
+def test_memory_modes_are_compared_for_a_size_of_memory_alone():
+    found, result = run_json("gpt2-small", *SMALL, "--gpu", "24GiB", "--modes", "--memory-mode", "none,lora")
+    assert result.exit_code == 0
+    assert [row["mode"] for row in found["rows"]] == ["none", "lora"]
+    assert command("plan", "gpt2-small", *SMALL, "--gpu", "24GiB").exit_code == 2
+
+
 def test_plans_for_other_budgets_are_shown(monkeypatch):
     monkeypatch.undo()  # all of them
     answer, result = run_json("gpt2-small", *SMALL, *CARD)

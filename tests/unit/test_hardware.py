@@ -19,11 +19,42 @@ from hf_offload.ranks import Ranks
 
 @pytest.mark.parametrize(
     ("card", "mib"),
-    [("rtx3090", 24576), ("rtx4090", 24564), ("a100-40gb", 40960), ("h100-80gb", 81559), ("h200", 143771)],
+    [
+        ("rtx3090", 24576),
+        ("NVIDIA GeForce RTX 4090", 24564),
+        ("NVIDIA A100-PCIE-40GB", 40960),
+        ("NVIDIA A100 80GB PCIe", 81920),
+        ("NVIDIA H100 80GB HBM3", 81559),
+        ("NVIDIA RTX 6000 Ada Generation", 49140),
+        ("Tesla V100-SXM2-32GB", 32768),
+        ("AMD Instinct MI300X", 196592),
+        ("AMD Radeon RX 7900 XTX", 24560),
+    ],
 )
-def test_a_card_has_the_memory_that_its_driver_reports(card, mib):
+def test_a_card_has_the_memory_that_its_driver_reports_under_the_name_that_it_prints(card, mib):
     found = describe_hardware(card).memory_bytes
-    assert (found.value, found.source) == (mib << 20, "nvidia-smi")
+    assert (found.value, found.source) == (mib << 20, "its driver")
+
+
+def test_where_no_time_is_asked_for_the_size_of_the_memory_is_enough():
+    found = describe_hardware("24GiB", needs_times=False)
+    assert found.memory_bytes.value == 24 << 30
+    assert found.flops_per_s["bfloat16"].source == "not known"
+
+
+@pytest.mark.parametrize(
+    ("card", "link", "rate", "source"),
+    [
+        ("a100-80gb", None, 225e9, "75 % of the data sheet's 300 GB/s"),
+        ("rtx4090", None, 24e9, "over PCIe"),
+        ("rtx4090", "10GB/s", 10e9, "given"),
+    ],
+)
+def test_several_gpus_are_linked(card, link, rate, source):
+    found = describe_hardware(card, gpus=2, link=link)
+    assert (found.peer_bytes_per_s.value, found.peer_bytes_per_s.source) == (rate, source)
+    assert found.name == f"2 x {card}"
+    assert describe_hardware(card, link=link).peer_bytes_per_s is None
 
 
 def test_a_card_brings_its_figures():
@@ -67,8 +98,9 @@ def test_an_operation_takes_as_long_as_its_bottleneck():
 @pytest.mark.parametrize("card", CARDS)
 def test_every_card_is_plausible(card):
     found = describe_hardware(card)
-    assert 10e9 < found.memory_bytes.value < 200e9
-    assert 1e12 < found.flops_per_s["bfloat16"].value < 1e15
+    assert 10e9 < found.memory_bytes.value < 210e9
+    assert 1e12 < found.flops_per_s["bfloat16"].value < 1.2e15
+    assert found.store_bytes_per_s["ram"].value < found.memory_bytes_per_s.value
     assert found.flops_per_s["float32"].value <= found.flops_per_s["bfloat16"].value
 
 
